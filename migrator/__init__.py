@@ -3,9 +3,9 @@
 Each folder imports only from those below it.
 
 ================== ==================================================================================
-`runtime`          holds the others together over the periods of a program
+`runtime`          holds the others together over the iterations of a program
 `saved`            the hooks: where PyTorch hands over what it saves, and asks for it again
-`recording`        what one period did: a `model.trace`
+`recording`        what one iteration did: a `model.trace`
 `recompute`        makes tensors again, and tries whether that gives the same bits
 `offload`          groups of tensors out of HBM and back, over `streams`; decides nothing
 `tape`, `program`  the operators that run; the modules, parameters and optimizers of the program

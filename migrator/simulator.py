@@ -62,7 +62,7 @@ class Simulated:
     lingering : array of int
         Bytes of it, by stretch, of groups that have left, which the program itself still holds.
     clock : array of float
-        Seconds from the period's begin to each position, in this step.
+        Seconds from the iteration's begin to each position, in this step.
     moves : tuple of (float, float, float, float)
         For each group of the plan when it begins and ends to leave and to come back; a pair that did not happen
         is zero long.
@@ -95,7 +95,7 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
     Parameters
     ----------
     trace : Trace
-        The period. Without times everything takes none, and only memory is told.
+        The iteration. Without times everything takes none, and only memory is told.
     links : Links
         How fast the lanes are, and what moving costs besides.
     plan : Plan

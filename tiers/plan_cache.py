@@ -39,7 +39,7 @@ class PlanCacheOnDisk:
         self._context = context
 
     def find(self, sites: Sequence[Site]) -> CachedPlans | None:
-        """What was kept of a program that has such a period; None if there is nothing, or nothing that can be read."""
+        """The plans of a program that has such an iteration; None if there are none, or none that can be read."""
         path = self._path(sites)
         try:
             if not self._is_ours():
@@ -59,7 +59,7 @@ class PlanCacheOnDisk:
         return found
 
     def store(self, plans: CachedPlans) -> None:
-        """Keep it for programs that have any of its periods. What cannot be written is not kept."""
+        """Keep it for programs that have any of its iterations. What cannot be written is not kept."""
         text = plans.to_json()
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)

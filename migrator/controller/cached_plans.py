@@ -1,7 +1,7 @@
 """What was learned of a program, for the next run of it to begin with. Pure.
 
 Two runs are of the same program if they save as many bytes at the same sites, in the same order, and as much lies in
-HBM between two periods, such as an optimizer's state. They have the same plan where links and the tiers below are
+HBM between two iterations, such as an optimizer's state. They have the same plan where links and the tiers below are
 alike. What can be recomputed is none of it: each run sees for itself whether the bits are the same.
 """
 
@@ -23,7 +23,7 @@ from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.match import check_match
 
 FORMAT = 2
-KINDS = 8  # of periods, at most
+KINDS = 8  # of iterations, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Corrections:
     pace, host_pace : float
         What the program's times on the device, and those of the host, are multiplied by.
     hooks : float
-        Seconds that hooks keep the host in a period, under any plan.
+        Seconds that hooks keep the host in an iteration, under any plan.
     issuing : float
         Seconds of the host's for the program, as they were recorded.
     joins : bool
-        Whether the host waits for the device between two periods.
+        Whether the host waits for the device between two iterations.
     calls : Calls
         What a plan costs the host.
     parts : dict
@@ -60,14 +60,14 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class CachedPlans:
-    """A plan for each kind of period, the trace that it is for, as it was recorded, and what was found since.
+    """A plan for each kind of iteration, the trace that it is for, as it was recorded, and what was found since.
 
     Attributes
     ----------
     links : Links
         What the lanes were taken to give, before any correction.
     static : int
-        Bytes in use between two periods.
+        Bytes in use between two iterations.
     """
 
     traces: tuple[Trace, ...]
@@ -128,14 +128,14 @@ class PlanCache(Protocol):
     """Keeps what was learned from one run of a program to the next."""
 
     def find(self, sites: Sequence[Site]) -> CachedPlans | None:
-        """What was kept of a program that has such a period."""
+        """What was kept of a program that has such an iteration."""
 
     def store(self, plans: CachedPlans) -> None:
-        """Keep it, for programs that have any of its periods."""
+        """Keep it, for programs that have any of its iterations."""
 
 
 def fingerprint(sites: Sequence[Site], *context: object) -> str:
-    """Tells a program by the sites of one of its periods, on a machine and with a budget that `context` tells."""
+    """Tells a program by the sites of one of its iterations, on a machine and with a budget that `context` tells."""
     told = xxhash.xxh3_128()
     for one in context:
         told.update(f"{one!r}\n".encode())

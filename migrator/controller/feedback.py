@@ -1,20 +1,21 @@
-"""Feedback: what measured periods say about the budget to plan for, about recorded times, and about the links.
+"""Feedback: what measured iterations say about the budget to plan for, about recorded times, and about the links.
 
 - A peak above the target comes off the budget at once. One below the prediction comes on by halves, but never past a
   ceiling: a budget that was found too large. Where nothing tells what else lies in HBM, and so no peak is predicted,
   the room for saved tensors grows by half of what the peak lies below the target: one more byte of room raises the peak
   by one byte at most.
 - An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is
-  not in it. So did one that had to put something elsewhere, period after period; that comes off the budget for as
+  not in it. So did one that had to put something elsewhere, iteration after iteration; that comes off the budget for as
   long as it makes it less.
 - A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
   that, lanes only ever become slower.
-- What a period takes the host, without what was our own work, is the most that its own work can be: recorded, the host
-  works with cold caches and on memory that is asked for anew. Our own work is counted as it is.
-- What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is
-  believed as soon as two periods agree, as nothing makes a period shorter than it is, or half of several are shorter;
-  too short only if none of several was as short as predicted, as hosts that others use change their speed by two within
-  seconds. What was borne out is not corrected for the sake of others who need the memory bus, or the cores.
+- What an iteration takes the host, without what was our own work, is the most that its own work can be: recorded, the
+  host works with cold caches and on memory that is asked for anew. Our own work is counted as it is.
+- What an iteration takes without its waits says by how much recorded times are too long, or a little too short. Too
+  long is believed as soon as two iterations agree, as nothing makes an iteration shorter than it is, or half of several
+  are shorter; too short only if none of several was as short as predicted, as hosts that others use change their speed
+  by two within seconds. What was borne out is not corrected for the sake of others who need the memory bus, or the
+  cores.
 
 It settles: each of these is corrected a few times only.
 """
@@ -39,20 +40,20 @@ PRESSED = 0.03  # of the target: what the budget gives back when the allocator w
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
 LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
-SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
-TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
+SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
+TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
-SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few periods to come back
-AGREEING = 2  # periods one after the other that must agree, or something disturbed one of them
-UNTIMED = 16  # periods under new plans, after which iteration times that did not come are not waited for
-HOSTS = 4  # periods of which the one that took the host the least tells what it needs
+SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few iterations to come back
+AGREEING = 2  # iterations one after the other that must agree, or something disturbed one of them
+UNTIMED = 16  # iterations under new plans, after which iteration times that did not come are not waited for
+HOSTS = 4  # iterations of which the one that took the host the least tells what it needs
 PRESSES = HOSTS  # in a row with a flush, after which there is too little room: by then one plan is for both
-SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
+SURE = 8  # iterations of which none may have been as short as predicted, before that is taken to be too short
 LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
 FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
 SLOWEST = 1.2  # and not earlier than that: what takes longer has another cause
-OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
-LATE_PACE = 0.06  # and this, where the period took longer: new plans are to be worth it
+OFF_PACE = 0.03  # of an iteration: closer than this, times are as predicted
+LATE_PACE = 0.06  # and this, where the iteration took longer: new plans are to be worth it
 GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
 
@@ -73,28 +74,28 @@ class Feedback:
         self.correction = 0  # of the budget, in bytes
         self.pace = 1.0  # what the program's own times on the device are multiplied by
         self.host_pace = 1.0  # and those of the host
-        self.hooks = 0.0  # seconds that hooks of ours keep the host in a period, under any plan
+        self.hooks = 0.0  # seconds that hooks of ours keep the host in an iteration, under any plan
         self.calls = given.calls  # what a plan costs it besides
-        self.joins = False  # whether the host waits for the device between two periods
-        self._hosts: list[HostTime] = []  # of the periods under the plans there are, once these have settled
+        self.joins = False  # whether the host waits for the device between two iterations
+        self._hosts: list[HostTime] = []  # of the iterations under the plans there are, once these have settled
         self._host_looks = 0  # times that these were looked at
         self._issuing = 0.0  # seconds of the host's for the program, as they were recorded
         self._borne_out = False  # whether as many times as correct that came while nobody else needed the memory bus
-        self._times: list[IterationTime] = []  # periods under the plans there are, once these have settled
-        self._took: list[float] = []  # seconds of the last periods under the plans there are
+        self._times: list[IterationTime] = []  # iterations under the plans there are, once these have settled
+        self._took: list[float] = []  # seconds of the last iterations under the plans there are
         self._target = target
-        self._ceiling: int | None = None  # the largest correction that no period so far has found too large
+        self._ceiling: int | None = None  # the largest correction that no iteration so far has found too large
         self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
         self._parts_alone: dict[str, float] = {}  # and of that, what was found while nobody else needed the memory bus
         self._looks = 0  # times that pace or links changed
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
         self._overflow: int | None = None  # when the budget was last cut for it
-        self._under = 0  # periods under the plans there are
+        self._under = 0  # iterations under the plans there are
         self._highest = 0  # of their peaks
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
         self._spills = 0  # the same of those in which something was put elsewhere
-        self._cuts = 0  # of the budget for flushes, without as many periods without as make sure
+        self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 
     def __str__(self) -> str:
         """What is corrected by how much, for a log."""
@@ -110,17 +111,17 @@ class Feedback:
     def settled(self) -> bool:
         """Whether the present plans were borne out: as many iteration times came as may correct them, and none did.
 
-        Where no times come (no GPU, several kinds of periods, several threads) some periods do instead.
+        Where no times come (no GPU, several kinds of iterations, several threads) some iterations do instead.
         """
         return len(self._times) == SURE or self._under >= UNTIMED
 
     def note(self, time: IterationTime) -> None:
-        """Take note of what a period under the present plans took, which need not correct anything."""
+        """Take note of what an iteration under the present plans took, which need not correct anything."""
         self._took = [*self._took[1 - SURE :], time.seconds]
 
     @property
     def took(self) -> float | None:
-        """Seconds of a period under the present plans, of the last ones that in the middle; None of too few."""
+        """Seconds of an iteration under the present plans, of the last ones that in the middle; None of too few."""
         return sorted(self._took)[len(self._took) // 2] if len(self._took) >= HOSTS else None
 
     @property
@@ -164,7 +165,7 @@ class Feedback:
         self._hosts.clear()
 
     def stayed(self) -> None:
-        """The plans are the same by what was corrected: what periods say of that is told by those to come."""
+        """The plans are the same by what was corrected: what iterations say of that is told by those to come."""
         self._under = self._highest = 0
 
     def rearranged(self) -> None:
@@ -178,7 +179,7 @@ class Feedback:
         self._times.clear()
         self._looks = self._cuts = 0
 
-    def period_over(
+    def iteration_over(
         self,
         planned: Sequence[PlannedIteration],
         base: int,
@@ -189,10 +190,12 @@ class Feedback:
         iteration_time: IterationTime | None,
         host: HostTime | None = None,
     ) -> bool:
-        """Take in a period under the plans `planned`, one for each kind of period; whether any correction changed.
+        """Take in an iteration under the present plans; return whether any correction changed.
 
         Parameters
         ----------
+        planned : sequence of PlannedIteration
+            One for each kind of iteration.
         base, peak, pressed, overflow
             See `peak`.
         iteration_time : IterationTime, optional
@@ -204,7 +207,7 @@ class Feedback:
             self._under += 1
             return False
         predictions = [each.predicted for each in planned if each.predicted is not None]
-        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
+        # Of several kinds of iterations nobody says which one this was: what a short one left free, a long one needs.
         one_kind_or_unpredicted = len(planned) == 1 or not predictions
         changed = self.peak(
             peak,
@@ -220,7 +223,7 @@ class Feedback:
             (only,), (predicted,) = planned, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            # To flush takes time, and memory in DRAM is slow, whatever the plan: that makes no period shorter.
+            # To flush takes time, and memory in DRAM is slow, whatever the plan: that makes no iteration shorter.
             if not (pressed or overflow) or _computed(iteration_time) < _without_stalls(predicted) * (1 - OFF_PACE):
                 changed |= self.iteration(iteration_time, predicted, believed=believed)
         return changed
@@ -231,10 +234,10 @@ class Feedback:
         return due and bool(predicted.issuing) and not self.given.contended
 
     def host(self, host: HostTime, plan: Plan, predicted: Simulated) -> bool:
-        """Take in what a period under a plan took the host; whether what it is taken to need changed.
+        """Take in what an iteration under a plan took the host; whether what it is taken to need changed.
 
-        The least of a few periods, and of those under the plans before: what makes one longer is a wait for the device,
-        or for others. Once for each plan.
+        The least of a few iterations, and of those under the plans before: what makes one longer is a wait for the
+        device, or for others. Once for each plan.
         """
         if self._under < SETTLING or not self._awaits_host(predicted):
             return False
@@ -255,13 +258,13 @@ class Feedback:
         return abs(now - foreseen) > OFF_PACE * predicted.seconds
 
     def _host_seconds(self, predicted: Simulated) -> float:
-        """What a period is predicted to take the host."""
+        """What an iteration is predicted to take the host."""
         return predicted.issuing + predicted.calls + self.hooks
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
     ) -> bool:
-        """Take in a period's peak; whether the correction changed.
+        """Take in an iteration's peak; whether the correction changed.
 
         Parameters
         ----------
@@ -300,14 +303,14 @@ class Feedback:
             return False
         before = self.correction
         if slack < 0:
-            # A program may alternate between kinds of periods: the largest must fit, and it comes again.
+            # A program may alternate between kinds of iterations: the largest must fit, and it comes again.
             less = self.correction + slack
             if predicted is not None and self._good is not None and less < self._good < self.correction:
                 less = self._good  # it grew too far: what was there before kept to the target
             self.correction = self._ceiling = max(-base, less)
         elif may_grow and (gain := slack if predicted is None else min(self._target, predicted) - self._highest) > 0:
             most = self._target - base if predicted is None else self._target // 2
-            # What one short period leaves free, the next one may need.
+            # What one short iteration leaves free, the next one may need.
             due = self._under >= TELLING and self._growths < GROWTHS
             if predicted is None or (due and gain > WORTH * self._target):
                 self._growths += 1
@@ -315,18 +318,18 @@ class Feedback:
         return self.correction != before
 
     def iteration(self, time: IterationTime, predicted: Simulated, *, believed: bool = True) -> bool:
-        """Take in what a period took; whether the pace or the links changed, which takes that it is `believed`.
+        """Take in what an iteration took; whether the pace or the links changed, which takes that it is `believed`.
 
         Not while the host's time is to be corrected: what is short because the host is quicker than was recorded would
         be taken for a quicker device.
 
         What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
-        while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
-        there, so that a period was shorter than predicted is believed as soon as two agree; on a host so uneven that no
-        two do, the median of eight. But while a period is recorded the device waits for lanes half of the time: at its
-        power limit it is up to a tenth slower when it does not. Then every period takes longer. The host, too, may make
-        some of them longer: so that is believed only if of eight not one was shorter. What takes longer still has
-        another cause.
+        while it is late now and then in recorded iterations, and always in a program of small kernels. It is never
+        early there, so that an iteration was shorter than predicted is believed as soon as two agree; on a host so
+        uneven that no two do, the median of eight. But while an iteration is recorded the device waits for lanes half
+        of the time: at its power limit it is up to a tenth slower when it does not. Then every iteration takes longer.
+        The host, too, may make some of them longer: so that is believed only if of eight not one was shorter. What
+        takes longer still has another cause.
 
         Beside others who need the memory bus, or the cores, times tell of these others. A pace that was borne out
         before them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
@@ -341,15 +344,15 @@ class Feedback:
 
     def _look(self, predicted: Simulated) -> bool:
         """Have the times so far correct the pace, or the links; whether they did."""
-        # Once more the pace alone, by more periods: better plans do not wait, and so the looks before were at the first
-        # periods under theirs. On a slow host those are long, and what two of them agree on is still too long.
+        # Once more the pace alone, by more iterations: better plans do not wait, and so the looks before were at the
+        # first iterations under theirs. On a slow host those are long, and what two of them agree on is still too long.
         last = self._looks == LOOKS
         if self._looks > LOOKS or len(self._times) < (SURE if last else AGREEING):
             return False
         if self.given.contended and self._borne_out:
             agreed = _agreed(self._times[-AGREEING:])
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
-        self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
+        self._looks += last  # whatever it finds: two short iterations at the end of an epoch are no news of the pace
         agreed = _agreed(self._times if last else self._times[-AGREEING:])
         best = agreed or _median(self._times)
         if best is None or (computed := _computed(best)) <= 0:
@@ -397,7 +400,7 @@ def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> C
 
 
 def _hold_least(planned: Sequence[PlannedIteration]) -> bool:
-    """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
+    """Whether no plans hold less: of several kinds of iterations, one for that which is predicted to hold most."""
     if all(each.predicted is not None for each in planned):
         return max(planned, key=PlannedIteration.peak).least
     return all(each.least for each in planned)
@@ -410,7 +413,7 @@ def _seconds(time: IterationTime) -> float:
 def _agreed(times: Sequence[IterationTime]) -> IterationTime | None:
     """The shortest of the times that agree with their neighbour; None if no two do.
 
-    A period that is shorter than those beside it is another: fewer samples, a step that was left out.
+    An iteration that is shorter than those beside it is another: fewer samples, a step that was left out.
     """
     pairs = (sorted(pair, key=_seconds) for pair in pairwise(times))
     agreed = (best for best, other in pairs if other.seconds <= best.seconds * (1 + OFF_PACE))
@@ -423,10 +426,10 @@ def _median(times: Sequence[IterationTime]) -> IterationTime | None:
 
 
 def _without_stalls(predicted: Simulated) -> float:
-    """What the period is predicted to take without its waits."""
+    """What the iteration is predicted to take without its waits."""
     return predicted.seconds - sum(predicted.stalls.values())
 
 
 def _computed(time: IterationTime) -> float:
-    """What the period took without its waits."""
+    """What the iteration took without its waits."""
     return time.seconds - sum(time.stalls.values())

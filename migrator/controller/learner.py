@@ -1,10 +1,10 @@
 """Learns a program: what its plans are made for, when to plan anew, and which plans hold.
 
 Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say. Which
-periods are to be recorded `migrator.controller.recordings` says.
+iterations are to be recorded `migrator.controller.recordings` says.
 
 A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
-room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
+room that the rest of the program leaves: the first estimate takes the learning iteration's peak as if nothing saved had
 been part of it. From then on both are corrected by `feedback`.
 """
 
@@ -32,11 +32,11 @@ log = logging.getLogger("tiers")
 
 REFUSED, FAILED = "no plan fits", "planning failed"  # what a user is warned of once
 AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
-PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
+PATIENCE = 3  # iterations without an optimizer step after which the program is taken to have none
 
 
 class Learner:
-    """Decides over the periods of one device.
+    """Decides over the iterations of one device.
 
     Parameters
     ----------
@@ -47,10 +47,10 @@ class Learner:
     links : Links
         What the policy takes the lanes to give.
     submit : callable
-        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the period in
+        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the iteration in
         which they are there.
     recordings : int
-        Periods that are recorded before there is a plan; see `migrator.model.timing`.
+        Iterations that are recorded before there is a plan; see `migrator.model.timing`.
     must_fit : bool
         Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
         comes closest is carried out, and that is said once.
@@ -80,16 +80,16 @@ class Learner:
         self._warned = set[str]() if warned is None else warned
         self._plan_cache = plan_cache
         self._is_cached = False  # whether what there is is in that cache
-        self._static: Callable[[], int] = int  # bytes in use between periods
+        self._static: Callable[[], int] = int  # bytes in use between iterations
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
-        self._periods = 0
+        self._iterations = 0
         self._under = 0  # of these, under the plans that there are
-        self._whole = False  # whether any period was
+        self._whole = False  # whether any iteration was
         self._from_cache = False  # whether this run began with what another learned
-        self._verifies = False  # whether the next recorded period is to tell that this is right
+        self._verifies = False  # whether the next recorded iteration is to tell that this is right
         self._unseen = False  # whether it is still to be seen that some of that can be recomputed
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._due = False  # whether plans are to be asked for, for what was recorded
@@ -102,12 +102,12 @@ class Learner:
 
     @property
     def records_next(self) -> bool:
-        """Whether the next period is to be recorded."""
+        """Whether the next iteration is to be recorded."""
         return self._recordings.due
 
     @property
     def holds_device(self) -> bool:
-        """Whether the host is to be ahead of the device in that period, which so tells the device's own pace.
+        """Whether the host is to be ahead of the device in that iteration, which so tells the device's own pace.
 
         Only in the last one of those recorded in a row: a program that is slow to learn is not to be slower.
         """
@@ -147,10 +147,10 @@ class Learner:
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """One trace per kind of period that there are plans for, the one recorded last at the end."""
+        """One trace per kind of iteration that there are plans for, the one recorded last at the end."""
         return self._planned_traces
 
-    def period_over(
+    def iteration_over(
         self,
         trace: Trace | None,
         peak: int,
@@ -164,16 +164,16 @@ class Learner:
         refused: bool = False,
         static: Callable[[], int] = int,
     ) -> bool:
-        """Take in one period; whether `plans` changed.
+        """Take in one iteration; whether `plans` changed.
 
         Parameters
         ----------
         trace : Trace or None
             What was recorded, if it was.
         peak : int
-            Highest use of HBM in the period, in bytes.
+            Highest use of HBM in the iteration, in bytes.
         whole : bool
-            Whether everything that lives as long as the program existed when the period began: the
+            Whether everything that lives as long as the program existed when the iteration began: the
             optimizer makes its state in the first step, so peaks before that are too low.
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
@@ -182,40 +182,40 @@ class Learner:
         mispredicted : bool
             Whether what was saved, or was not, is considerably more than what any plan foresees.
         iteration_time : IterationTime, optional
-            What this period took, or the one before it, and for how long compute waited for each lane.
+            What this iteration took, or the one before it, and for how long compute waited for each lane.
         host : HostTime, optional
-            What this period took the host.
+            What this iteration took the host.
         refused : bool
-            Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
+            Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the iteration took, of
             memory and of time, tells nothing of the plan.
         static : callable
-            Bytes in use now, between two periods; 0 where nobody counts them. To ask takes a tenth of a millisecond.
+            Bytes in use now, between two iterations; 0 where nobody counts them. To ask takes a tenth of a millisecond.
 
         Raises
         ------
         NoPlanFits
             If the target is too small for any plan, and there was none yet.
         """
-        self._periods += 1
+        self._iterations += 1
         self._under += 1
         self._static = static
         if iteration_time is not None and iteration_time.age >= self._under:
-            iteration_time = None  # of a period under other plans
+            iteration_time = None  # of an iteration under other plans
         if whole and not self._whole:
             self._whole = True
             # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
             if self._recordings.traces and not self._from_cache:
                 self._record_anew()
-        had_plans = bool(self._planned)  # in the period that is over: without a plan nothing is foreseen
+        had_plans = bool(self._planned)  # in the iteration that is over: without a plan nothing is foreseen
         changed = self._adopt()
         if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
-        if not (whole or self._periods >= PATIENCE):
+        if not (whole or self._iterations >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
         # What is mispredicted while plans are made is what they are made for.
-        self._recordings.pass_by(self._periods, mispredicted=mispredicted and had_plans and not self._orders.asked)
+        self._recordings.pass_by(self._iterations, mispredicted=mispredicted and had_plans and not self._orders.asked)
         if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted):
             self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
         if changed or refused or self._orders.asked or self._recordings.learning or not self._planned:
@@ -223,10 +223,10 @@ class Learner:
         iteration_time = None if mispredicted else iteration_time
         base = max(self._before_correction(trace) for trace in self._planned_traces)
         host = None if iteration_time is None else host
-        if self._feedback.period_over(
+        if self._feedback.iteration_over(
             self._planned, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
         ):
-            log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
+            log.info("iteration %d, plans are corrected: %s", self._iterations, self._feedback)
             return self._plan(present=self._planned)
         if self.settled:
             self._store()
@@ -249,14 +249,14 @@ class Learner:
             )
         )
         self._recorded, self._verifies = found.traces, True
-        log.info("period %d, the program begins with the plans of an earlier run", self._periods)
+        log.info("iteration %d, the program begins with the plans of an earlier run", self._iterations)
         self._from_cache = self._is_cached = True
         dropped = {key for plan in found.plans for key in plan.recompute}
         self._unseen = not dropped <= _obtainable(trace)
         return True
 
     def _is_as_cached(self, trace: Trace, peak: int) -> bool:
-        """Whether the first whole period is as in the run before: no larger, and as much of it can be recomputed."""
+        """Whether the first whole iteration is as in the run before: no larger, and as much of it can be recomputed."""
         known = {key for of in self._planned_traces for key in of.by_key}
         if not trace.by_key.keys() <= known:
             return True  # another kind, of which nothing was said
@@ -282,9 +282,9 @@ class Learner:
     def _learn(self, trace: Trace, peak: int) -> bool:
         verifies, self._verifies = self._verifies, False
         if verifies and not self._is_as_cached(trace, peak):
-            log.info("period %d, the program is another than that which plans were kept of", self._periods)
+            log.info("iteration %d, the program is another than that which plans were kept of", self._iterations)
             self._record_anew()
-        if self._recordings.add(trace, self._periods):
+        if self._recordings.add(trace, self._iterations):
             self._afresh = self._due = True
             self._feedback.news()
             if self._room is None:
@@ -399,7 +399,7 @@ class Learner:
         if not afresh and are_the_same(planned, self._planned):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._stay(planned)
-            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, planned)))
+            log.info("iteration %d, the same plans as before: %s", self._iterations, "; ".join(map(str, planned)))
             return False
         self._carry_out(planned)
         return True
@@ -425,7 +425,7 @@ class Learner:
             log.warning("%s", text)
 
     def _stay(self, planned: tuple[PlannedIteration, ...]) -> None:
-        """The very plans there are, by what is known now; what periods under them took is yet to be told."""
+        """The very plans there are, by what is known now; what iterations under them took is yet to be told."""
         self._planned, self._under, self._is_cached = planned, 0, False
         self._feedback.stayed()
 
@@ -435,7 +435,7 @@ class Learner:
         self._is_cached = False
         self._feedback.adopted()
         for each in plans:
-            log.info("period %d, plan by %s: %s", self._periods, each.plan.policy, each)
+            log.info("iteration %d, plan by %s: %s", self._iterations, each.plan.policy, each)
             if each.refused is not None:
                 self._warn_once(REFUSED, f"{each.refused.out_of(self._budget)}; it runs anyway, using more hbm")
 

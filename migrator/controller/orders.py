@@ -100,7 +100,7 @@ class Orders:
 
     def drop(self) -> None:
         """They are not wanted any more."""
-        # Else a program of ever new kinds of periods has ever more processes that compute what nobody takes.
+        # Else a program of ever new kinds of iterations has ever more processes that compute what nobody takes.
         give_up(self._ordered)
         self._ordered = None
 

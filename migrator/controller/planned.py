@@ -105,7 +105,7 @@ def predict_all(
 def after(
     planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...], *, afresh: bool = False
 ) -> tuple[PlannedIteration, ...]:
-    """What comes after `before`, of the same kinds of periods; see `PlannedIteration.after`."""
+    """What comes after `before`, of the same kinds of iterations; see `PlannedIteration.after`."""
     if len(planned) != len(before):
         return planned
     return tuple(new.after(old, afresh=afresh) for new, old in zip(planned, before, strict=True))

@@ -1,9 +1,9 @@
-"""Which periods are recorded, and what was recorded: a trace for each kind of period.
+"""Which iterations are recorded, and what was recorded: a trace for each kind of iteration.
 
-The first periods, for the first plans; a few when a considerable part of one was mispredicted by the plans, as programs
-alternate between kinds of periods. A program that is new in every period (routing, shapes) must not be recorded in
-every period: periods that share most of their bytes are of one kind, and the pauses between two looks grow longer.
-Pure.
+The first iterations, for the first plans; a few when a considerable part of one was mispredicted by the plans, as
+programs alternate between kinds of iterations. A program that is new in every iteration (routing, shapes) must not be
+recorded in every iteration: iterations that share most of their bytes are of one kind, and the pauses between two looks
+grow longer. Pure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from torch_tiers.migrator.model.timing import together
 from torch_tiers.migrator.model.trace import Trace
 
-CONSIDERABLE = 1 / 8  # of a period's sites, or of its saved bytes: one with more that another lacks is of another kind
-PERIODS_AFTER_MISPREDICTION = 4  # recorded when one was of another kind: programs alternate between kinds of periods
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # periods from one look to the next
+CONSIDERABLE = (
+    1 / 8
+)  # of an iteration's sites, or of its saved bytes: one with more that another lacks is of another kind
+ITERATIONS_AFTER_MISPREDICTION = (
+    4  # recorded when one was of another kind: programs alternate between kinds of iterations
+)
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # iterations from one look to the next
 LONGER = 4  # times as long is each pause as the one before
-KINDS = 8  # kinds of periods that are remembered
+KINDS = 8  # kinds of iterations that are remembered
 
 
 class Recordings:
@@ -26,7 +30,7 @@ class Recordings:
     Parameters
     ----------
     first : int
-        Periods that are recorded before there is a plan; see `migrator.model.timing`.
+        Iterations that are recorded before there is a plan; see `migrator.model.timing`.
 
     Attributes
     ----------
@@ -38,28 +42,28 @@ class Recordings:
         self.learning = True
         self._traces: list[Trace] = []
         self._first = self._to_record = first
-        self._steady = 0  # periods as foreseen since the last misprediction
+        self._steady = 0  # iterations as foreseen since the last misprediction
         self._pause = FIRST_PAUSE  # from one look at a misprediction to the next, longer each time
-        self._look_again = 0  # the period from which on
+        self._look_again = 0  # the iteration from which on
         self._news = False  # whether what was recorded since the last misprediction was anything new
 
     @property
     def due(self) -> bool:
-        """Whether the next period is to be recorded."""
+        """Whether the next iteration is to be recorded."""
         return self._to_record > 0
 
     @property
     def last(self) -> bool:
-        """Whether the next period is the last of those that are recorded in a row."""
+        """Whether the next iteration is the last of those that are recorded in a row."""
         return self._to_record == 1
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """One for each kind of period, the one recorded last at the end."""
+        """One for each kind of iteration, the one recorded last at the end."""
         return tuple(self._traces)
 
     def resume(self, traces: Sequence[Trace]) -> None:
-        """Begin with what an earlier run recorded; one period tells whether it is so, and what is made again."""
+        """Begin with what an earlier run recorded; one iteration tells whether it is so, and what is made again."""
         self._traces = list(traces)
         self._to_record = 1
         self.learning = False
@@ -70,8 +74,8 @@ class Recordings:
         self._to_record = self._first
         self.learning = True
 
-    def add(self, trace: Trace, period: int) -> bool:
-        """Take in what was recorded in period number `period`; whether it is anything new."""
+    def add(self, trace: Trace, iteration: int) -> bool:
+        """Take in what was recorded in iteration number `iteration`; whether it is anything new."""
         self._to_record -= 1
         before = next((kept for kept in reversed(self._traces) if are_of_one_kind(kept, trace)), None)
         if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
@@ -81,7 +85,7 @@ class Recordings:
             if not self._to_record and not self._news:
                 # What the plan mispredicted is nothing that a trace tells of. To record costs time, and the memory
                 # of what is otherwise recomputed: this is looked at again, but rarely.
-                self._look_again = period + LONGEST_PAUSE
+                self._look_again = iteration + LONGEST_PAUSE
             return False
         self._news = True
         self.learning &= self._to_record > 0
@@ -90,22 +94,22 @@ class Recordings:
             self._traces.append(trace)
         elif before.saved_bytes == trace.saved_bytes:
             self._traces.append(together(before, trace))
-        else:  # of two periods of one kind that differ in size, the plan must fit the larger
+        else:  # of two iterations of one kind that differ in size, the plan must fit the larger
             self._traces.append(max(before, trace, key=lambda of: of.saved_bytes))
         del self._traces[:-KINDS]
         return True
 
-    def pass_by(self, period: int, *, mispredicted: bool) -> None:
-        """Take note of a period that was not recorded, and whether the plans `mispredicted` it."""
+    def pass_by(self, iteration: int, *, mispredicted: bool) -> None:
+        """Take note of an iteration that was not recorded, and whether the plans `mispredicted` it."""
         if not mispredicted:
             self._steady += 1
             if self._steady > self._pause:
                 self._pause = FIRST_PAUSE
-        elif period >= self._look_again:
+        elif iteration >= self._look_again:
             self._steady = 0
             self._news = False
-            self._to_record = PERIODS_AFTER_MISPREDICTION
-            self._look_again = period + self._pause
+            self._to_record = ITERATIONS_AFTER_MISPREDICTION
+            self._look_again = iteration + self._pause
             self._pause = min(LONGER * self._pause, LONGEST_PAUSE)
 
 

@@ -1,4 +1,4 @@
-"""Two clocks: what a period takes the host, and what it takes the device. Pure functions on plain data.
+"""Two clocks: what an iteration takes the host, and what it takes the device. Pure functions on plain data.
 
 The host issues a stretch's operators one after the other; the device starts one when it is through with the one before
 and the host has issued it. So where the host is slower the device waits for it, and where the device is slower its
@@ -16,7 +16,7 @@ QUEUE = 5e-3  # seconds by which a host is ahead at most: about a thousand launc
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What each stretch of a period takes.
+    """What each stretch of an iteration takes.
 
     Attributes
     ----------
@@ -37,15 +37,15 @@ class Clocks:
 
 
 def wall(clocks: Clocks) -> tuple[list[float], float]:
-    """When a period that is one of many alike reaches the end of each stretch without us; and the host's lead then.
+    """When an iteration that is one of many alike reaches the end of each stretch without us; and the host's lead then.
 
-    The lead is that as the period begins. Both in seconds; the first stretch begins at 0, on the device.
+    The lead is that as the iteration begins. Both in seconds; the first stretch begins at 0, on the device.
     """
     ends, host = _played(clocks, 0.0)
     lead = min(QUEUE, max(0.0, ends[-1] - host)) if ends else 0.0
     if lead:
         ends, _ = _played(clocks, lead)
-    if ends:  # a host that is slower all in all is what the period waits for
+    if ends:  # a host that is slower all in all is what the iteration waits for
         ends[-1] = max(ends[-1], sum(clocks.host))
     return ends, lead
 

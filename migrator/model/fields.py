@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 MOST_BYTES = 1 << 44
-"""Bytes of one storage, at most: sums of as many as a period has still are 64-bit numbers."""
+"""Bytes of one storage, at most: sums of as many as an iteration has still are 64-bit numbers."""
 
 MOST_SECONDS = 1e9
 """Seconds that anything takes, at most: thirty years."""

@@ -21,7 +21,7 @@ READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room 
 
 
 class NoPlanFits(TiersError):
-    """No plan for the period stays within the budget.
+    """No plan for the iteration stays within the budget.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Plan:
         How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
         What is recomputed is taken off already: it does not count as saved bytes in HBM.
 
-    A site that is nowhere was not foreseen; it moves, in a group of its period's own.
+    A site that is nowhere was not foreseen; it moves, in a group of its iteration's own.
     """
 
     policy: str
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that leave HBM, and come back, once a period."""
+        """Bytes that leave HBM, and come back, once an iteration."""
         return sum(group.nbytes for group in self.groups)
 
     @property

@@ -1,7 +1,7 @@
-"""What measurements of one period tell together: times without what disturbed a single one. Pure functions.
+"""What measurements of one iteration tell together: times without what disturbed a single one. Pure functions.
 
-While a period is recorded the host is late now and then (memory is pinned, kernels are loaded, groups are made), and
-the device idles. It never is early. So of each stretch between two positions the shortest is the truest, and of
+While an iteration is recorded the host is late now and then (memory is pinned, kernels are loaded, groups are made),
+and the device idles. It never is early. So of each stretch between two positions the shortest is the truest, and of
 operations that are alike, too.
 """
 
@@ -20,19 +20,19 @@ from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.trace import Recipe, Trace
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
-ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it a period begins by chance
+ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it an iteration begins by chance
 SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
 PRODUCT = re.compile(r"\b(?:\w*mm|convolution|\w*attention\w*)\b")  # among operators
 
 
 class IterationTime(NamedTuple):
-    """What a period took on the device, in seconds: all of it, and the waits for each lane.
+    """What an iteration took on the device, in seconds: all of it, and the waits for each lane.
 
     Attributes
     ----------
     age : int
-        Periods that the host was through with since: it may be far ahead of the device.
+        Iterations that the host was through with since: it may be far ahead of the device.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class HookTime(NamedTuple):
 
 
 class HostTime(NamedTuple):
-    """What a period took the host from its first forward on, in seconds, and what of that was our own work.
+    """What an iteration took the host from its first forward on, in seconds, and what of that was our own work.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ def product_in(name: str) -> str | None:
 
 
 def together(one: Trace, other: Trace) -> Trace:
-    """Two recordings of one kind of period as one; `other` where they are not of the same sites and positions."""
+    """Two recordings of one kind of iteration as one; `other` where they are not of the same sites and positions."""
     if one.sites != other.sites or not (one.times and other.times):
         return other
     recipes = {
@@ -106,8 +106,8 @@ def together(one: Trace, other: Trace) -> Trace:
 def _beside(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """What lies in HBM besides in both of two recordings, in bytes by stretch.
 
-    What is there in one alone is an accident, unless the period began with it: where gradients are accumulated, all but
-    the first of a step's periods do, and the plan is for all of them.
+    What is there in one alone is an accident, unless the iteration began with it: where gradients are accumulated, all
+    but the first of a step's iterations do, and the plan is for all of them.
     """
     begins_with_more = bool(one) and abs(one[0] - other[0]) > ACCIDENT * max(*one, *other)
     return tuple(map(max if begins_with_more else min, one, other))
@@ -139,7 +139,7 @@ def alike(trace: Trace) -> Trace:
 def _host_alike(trace: Trace, clocks: Clocks) -> tuple[float, ...]:
     """The host's seconds, in no stretch more than what most of its kind take, at the same place of other layers.
 
-    What makes one longer while a period is recorded is a queue that is full, or memory that is asked for anew.
+    What makes one longer while an iteration is recorded is a queue that is full, or memory that is asked for anew.
     """
     kinds: dict[int, Hashable] = {}
     for site in trace.sites:
@@ -173,9 +173,9 @@ def with_host(trace: Trace, pace: float, hooks: float, *, joins: bool) -> Trace:
     Parameters
     ----------
     hooks : float
-        Seconds in a period, under any plan.
+        Seconds in an iteration, under any plan.
     joins : bool
-        Whether the host has waited for the device as a period begins.
+        Whether the host has waited for the device as an iteration begins.
     """
     clocks = trace.clocks
     if clocks is None:

@@ -1,6 +1,6 @@
-"""The trace: what one period saved for backward, in order, when, and what it would cost to recompute it.
+"""The trace: what one iteration saved for backward, in order, when, and what it would cost to recompute it.
 
-Plain data, `trace.json`. A *position* counts the events of the period (a tensor saved, a tensor asked
+Plain data, `trace.json`. A *position* counts the events of the iteration (a tensor saved, a tensor asked
 for again); `times` and `others` tell what was measured at each.
 """
 
@@ -32,12 +32,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The k-th tensor a module saves within a period.
+    """The k-th tensor a module saves within an iteration.
 
     Attributes
     ----------
     key : str
-        ``module.path:k``; the same in every period.
+        ``module.path:k``; the same in every iteration.
     storage : int
         Which storage the tensor lies on; sites that share a storage share the number.
     nbytes : int
@@ -67,7 +67,7 @@ class Recipe:
     op : str
         The operators that made it, such as ``gelu(addmm)``, the last one first.
     inputs : tuple of int
-        Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
+        Storages it is made from. They are saved in the same iteration; each is kept, moved or has a recipe itself.
     seconds : float
         What recomputing it takes on the device.
     host : float
@@ -92,18 +92,18 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trace:
-    """One period.
+    """One iteration.
 
     Attributes
     ----------
     sites : tuple of Site
         What was saved, in the order of births.
     positions : int
-        How many positions the period has.
+        How many positions the iteration has.
     times : tuple of float
-        Seconds from the period's begin until the device reaches each position; empty if not measured.
+        Seconds from the iteration's begin until the device reaches each position; empty if not measured.
     seconds : float
-        The whole period, the optimizer's step included; 0 if not measured.
+        The whole iteration, the optimizer's step included; 0 if not measured.
     clocks : Clocks or None
         What each stretch takes the device and the host, of which `times` and `seconds` follow; None where there is no
         device besides the host, or nothing was measured.
@@ -130,13 +130,13 @@ class Trace:
     clocks: Clocks | None = field(default=None, hash=False)
 
     def on(self, clocks: Clocks) -> Trace:
-        """The same period, which takes device and host what `clocks` say."""
+        """The same iteration, which takes device and host what `clocks` say."""
         (*times, seconds), _ = wall(clocks)
         return replace(self, clocks=clocks, times=tuple(times), seconds=seconds)
 
     @cached_property
     def lead(self) -> float:
-        """Seconds by which the host is ahead of the device as the period begins."""
+        """Seconds by which the host is ahead of the device as the iteration begins."""
         return 0.0 if self.clocks is None else wall(self.clocks)[1]
 
     @cached_property
@@ -156,7 +156,7 @@ class Trace:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Unique saved bytes of the period."""
+        """Unique saved bytes of the iteration."""
         return sum(life.nbytes for life in self.lifetimes)
 
     def part_besides(self, other: Trace) -> float:

@@ -82,10 +82,10 @@ class Engine:
         self.tensors = tensors
         self.lock = threading.RLock()
         self.limit = 0
-        self.position = -1  # in the plan's period, as far as the sites that came tell
+        self.position = -1  # in the plan's iteration, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
         self._early: dict[Group, None] = {}  # those that are
-        self.iteration_time: IterationTime | None = None  # what the last period took that the device is through with
+        self.iteration_time: IterationTime | None = None  # what the last iteration took that the device is through with
         self.resident = 0
         self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
         self._peak = 0
@@ -95,7 +95,7 @@ class Engine:
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
         self.dead: deque[ClaimOn] = deque()
         self._dying: deque[Group] = deque()  # that no graph holds, and that a thread may still ask a lane to copy
-        self.meter: Meter | None = None  # of the period under way, if it is recorded
+        self.meter: Meter | None = None  # of the iteration under way, if it is recorded
         self._out = out
         self._back = back
         self.backing = backing
@@ -432,7 +432,7 @@ class Engine:
                     self.compute.outlast(event, group.stream)
         finally:  # Ctrl-C, for one
             group.buffer = None
-            self.tensors.release(group.members)  # which the period's list of storages knows until its end
+            self.tensors.release(group.members)  # which the iteration's list of storages knows until its end
             group.members.clear()
             group.state = State.GONE
             stored, group.stored = group.stored, None
@@ -456,7 +456,7 @@ class Engine:
         """Count bytes that were saved and stay.
 
         On the way of every tensor that stays, and so without the lock: should two threads meet here, the
-        count is off until the period ends, and with it the time at which groups leave or come back.
+        count is off until the iteration ends, and with it the time at which groups leave or come back.
         """
         self._stayed += nbytes
         self.resident += nbytes
@@ -495,8 +495,8 @@ class Engine:
             with self.lock:
                 self.prefetch()
 
-    def end_period(self) -> int:
-        """Take stock; the highest use of the device in the period, in bytes.
+    def end_iteration(self) -> int:
+        """Take stock; the highest use of the device in the iteration, in bytes.
 
         What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
         """

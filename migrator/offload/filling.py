@@ -1,4 +1,4 @@
-"""The groups of one period that are filling: those that a plan knows, and those for what none has foreseen."""
+"""The groups of one iteration that are filling: those that a plan knows, and those for what none has foreseen."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Filling:
     Attributes
     ----------
     unforeseen : list of int
-        What was saved in this period that no plan knows: of each tensor the bytes that were not saved before.
+        What was saved in this iteration that no plan knows: of each tensor the bytes that were not saved before.
     granted : int
-        Bytes, in whole pages, that went to the tiers below in this period.
+        Bytes, in whole pages, that went to the tiers below in this iteration.
     refused : bool
         Whether something was to go and stayed, as they had no room for it.
     patient : bool
         Whether what no plan has foreseen waits for this to be over, as there may be room for all of it.
     offloaded : bool
-        Whether anything was offloaded in this period.
+        Whether anything was offloaded in this iteration.
     loose : dict
         The groups for what no plan has foreseen, one for each stream.
     """
@@ -80,7 +80,7 @@ class Filling:
         self._loose_made = 0
 
     def begin(self) -> None:
-        """A period begins."""
+        """An iteration begins."""
         self._open.clear()
         self.loose.clear()
         self._full.clear()
@@ -185,7 +185,7 @@ class Filling:
             self.granted += round_up(group.nbytes, PAGE)
 
     def lacking(self, plans: Iterable[Plan]) -> int:
-        """Foreseen sites that did not come, in number; of kinds of periods that alternate, one plan must fit.
+        """Foreseen sites that did not come, in number; of kinds of iterations that alternate, one plan must fit.
 
         Groups of which nothing came are those of other kinds.
         """

@@ -33,7 +33,7 @@ class Lane:
         return start
 
     def latest(self, before: float, seconds: float) -> float:
-        """The latest start of `seconds` that are free and over by `before`; negative if the period has none."""
+        """The latest start of `seconds` that are free and over by `before`; negative if the iteration has none."""
         at = bisect_left(self._starts, before) - 1
         end = before
         while at >= 0 and self._ends[at] > end - seconds:
@@ -177,7 +177,7 @@ class Memory:
     Parameters
     ----------
     trace : Trace
-        The period.
+        The iteration.
     budget : int
         HBM for saved tensors and `others`, in bytes.
 

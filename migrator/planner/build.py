@@ -35,7 +35,7 @@ def make_plan(
     policy : str
         Who decided.
     trace : Trace
-        The period.
+        The iteration.
     moved : collection of int
         Storages that move. What is dropped does not.
     room : int

@@ -29,7 +29,7 @@ CLOSE = 0.1  # worths that differ by less count as equal
 def timed(trace: Trace, links: Links) -> Trace:
     """The trace itself; if nothing was measured, one in which all positions take equally long.
 
-    The period then lasts as long as it takes to move everything out and back.
+    The iteration then lasts as long as it takes to move everything out and back.
     """
     if trace.times or not trace.positions:
         return trace
@@ -73,7 +73,7 @@ class Draft:
     Parameters
     ----------
     trace : Trace
-        The period; `timed` if it was not.
+        The iteration; `timed` if it was not.
     budget : int
         HBM for saved tensors and `others`, in bytes.
     links : Links

@@ -88,7 +88,7 @@ class Effect:
 
 
 def effect(trace: Trace, dropped: Collection[int] = ()) -> Effect:
-    """What follows from recomputing the storages `dropped` of a period by their recipes.
+    """What follows from recomputing the storages `dropped` of an iteration by their recipes.
 
     Raises
     ------

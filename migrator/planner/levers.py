@@ -62,7 +62,7 @@ class Levers:
     Parameters
     ----------
     trace : Trace
-        The period, with times.
+        The iteration, with times.
     budget : int
         HBM for saved tensors and `others`, in bytes.
     links : Links

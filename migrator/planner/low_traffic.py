@@ -25,7 +25,7 @@ def is_low_traffic(plan: Plan, links: Links, seconds: float) -> bool:
 
 
 def crossing(plan: Plan, links: Links) -> int:
-    """Bytes a period that cross the bus: those that move, there and back; again what goes on to drives from there.
+    """Bytes an iteration that cross the bus: those that move, there and back; again what goes on to drives from there.
 
     What drives take from HBM, and give to it, does not.
     """

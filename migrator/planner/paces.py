@@ -15,7 +15,7 @@ Change = tuple[int, str, int]
 
 
 class Pace(NamedTuple):
-    """When a site comes in the plan's period, and what its room is from there on.
+    """When a site comes in the plan's iteration, and what its room is from there on.
 
     Attributes
     ----------

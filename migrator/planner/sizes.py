@@ -11,7 +11,7 @@ GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
 
 
 def least_room(trace: Trace, budget: int) -> int:
-    """Saved bytes that `budget` has room for at every position of the period."""
+    """Saved bytes that `budget` has room for at every position of the iteration."""
     return max(0, budget - max(trace.others, default=0))
 
 

@@ -1,6 +1,6 @@
 """Our own: searches by simulation, improved, compared with what others plan, and verified to fit.
 
-A period whose times are known is searched for the cheapest mix of moves and recomputation, once for each of several
+An iteration whose times are known is searched for the cheapest mix of moves and recomputation, once for each of several
 shares of the forward that the lane out may be busy for; `migrator.planner.search` says how. What the simulator finds
 over the budget goes back into the search, and the best is searched for in other ways. Where drives are reached past the
 host's memory, what moves is spread over both ways out. Everything is counted in simulations, not in seconds, and so

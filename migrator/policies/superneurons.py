@@ -64,7 +64,7 @@ def _recompute_segments(draft: Draft) -> None:
 
 
 def _evict(draft: Draft) -> None:
-    """Go through the period; where HBM is too full, evict from the tail of the cache."""
+    """Go through the iteration; where HBM is too full, evict from the tail of the cache."""
     fetch = _fetches(draft)
     tail = deque(sorted(draft.stays, key=lambda idle: idle.begin))
     memory = draft.memory

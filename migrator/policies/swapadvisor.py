@@ -8,7 +8,7 @@ fitness; a child takes the classes below a cut from one and those above it from 
 probability per size.
 
 The paper's chromosome holds the order of operations, too: eager PyTorch runs the program's order, so that half is
-left out. Objects exist in the search only; in the run PyTorch's allocator places tensors. A period begins with none
+left out. Objects exist in the search only; in the run PyTorch's allocator places tensors. An iteration begins with none
 of its tensors, so the paper's second scan, which makes its end meet its beginning, has nothing to do.
 """
 

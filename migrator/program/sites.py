@@ -39,10 +39,10 @@ class Node(Generic[Action]):
         ``Root.child.grandchild``; empty for the program itself.
     kind : str
         Class of the module.
-    period : int
-        The period that `count` belongs to.
+    iteration : int
+        The iteration that `count` belongs to.
     count : int
-        Tensors it has saved in that period.
+        Tensors it has saved in that iteration.
     agenda : Agenda
         Where `actions` and `noted` were looked up.
     actions : sequence
@@ -53,7 +53,7 @@ class Node(Generic[Action]):
 
     path: str
     kind: str = ""
-    period: int = -1
+    iteration: int = -1
     count: int = 0
     agenda: Agenda[Action] | None = None
     actions: Sequence[Action | None] = ()
@@ -61,8 +61,8 @@ class Node(Generic[Action]):
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
 
     def begin(self, place: Place[Action]) -> None:
-        """Come to the period under way."""
-        self.period = place.period
+        """Come to the iteration under way."""
+        self.iteration = place.iteration
         self.count = 0
         if self.agenda is not place.agenda and place.agenda is not None:
             self.agenda = place.agenda
@@ -78,8 +78,8 @@ class Place(Generic[Action]):
     ----------
     here : Node
         The module it is in.
-    period : int
-        Number of the period under way.
+    iteration : int
+        Number of the iteration under way.
     agenda : Agenda
         What the plans say of sites in that.
     recording : bool
@@ -92,7 +92,7 @@ class Place(Generic[Action]):
     """
 
     here: Node[Action]
-    period: int = 0
+    iteration: int = 0
     agenda: Agenda[Action] | None = None
     recording: bool = False
     in_backward: bool = False

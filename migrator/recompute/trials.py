@@ -1,8 +1,8 @@
-"""Finds out, while a period is recorded, which saved tensors can be recomputed bit for bit, and what that takes.
+"""Finds out, while an iteration is recorded, which saved tensors can be recomputed bit for bit, and what that takes.
 
 A tensor that has a replay is made a second time when backward asks for it, and compared with the original; once for
-each site. What it is made from and is away is copied for the trial alone: what comes back, and when, is as in a period
-without. The device is not waited for: what it found is read when the period is over.
+each site. What it is made from and is away is copied for the trial alone: what comes back, and when, is as in an
+iteration without. The device is not waited for: what it found is read when the iteration is over.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class _Tried(NamedTuple):
 
 
 class Trials:
-    """The trials of one period.
+    """The trials of one iteration.
 
     Parameters
     ----------
     meter : Meter
         Takes the time.
     verified : mapping of str to Verified
-        What held in earlier periods, by site.
+        What held in earlier iterations, by site.
     refused : collection of str
         Sites that are not looked at.
     """

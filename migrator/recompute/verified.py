@@ -74,7 +74,7 @@ class Verified(NamedTuple):
     def took(self, replay: Replay, index: int = 0) -> Took | None:
         """What it takes to make one of a replay's tensors, if that held; None if it did not.
 
-        Also if it held for several other shapes that do not matter: else nothing could be dropped where every period
+        Also if it held for several other shapes that do not matter: else nothing could be dropped where every iteration
         has shapes of its own. It takes the longest of those then.
         """
         name = replay.names[index]

@@ -1,1 +1,1 @@
-"""Writes down what one period of a program did: its trace."""
+"""Writes down what one iteration of a program did: its trace."""

@@ -1,4 +1,4 @@
-"""What the graph holds beside a saved tensor of a period that is recorded."""
+"""What the graph holds beside a saved tensor of an iteration that is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_tiers.migrator.recording.storages import Known
 
 
 class Recording(Protocol):
-    """The recorder of the period."""
+    """The recorder of the iteration."""
 
     trials: Trials | None
 

@@ -1,4 +1,4 @@
-"""Records one period: every tensor saved, when, and when backward asked for it again; and what that took."""
+"""Records one iteration: every tensor saved, when, and when backward asked for it again; and what that took."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torch_tiers.migrator.streams import Meter
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
 PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it
-LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
+LIMIT = 100_000  # records; an iteration without backward never ends, and its trace would be of no use
 _PRESENT = (State.FILLING, State.LEAVING)  # the engine holds the program's own memory
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One saved tensor of the period under way; `known` is None for what cannot move."""
+    """One saved tensor of the iteration under way; `known` is None for what cannot move."""
 
     key: str
     birth: int
@@ -53,7 +53,7 @@ class _Held:
 
 
 class Recorder:
-    """Collects the sites of one period.
+    """Collects the sites of one iteration.
 
     Parameters
     ----------
@@ -61,11 +61,11 @@ class Recorder:
         Keys of sites whose storages the program itself keeps alive into backward, so that moving them
         frees nothing. Shared by the recorders of a program: what stays cannot be found out again.
     meter : Meter, optional
-        Measures the period; without one only the order of events is recorded.
+        Measures the iteration; without one only the order of events is recorded.
     resident : callable
         Bytes of saved storages that the engine has had in HBM since it was last called.
     verified : mapping of str to Verified
-        Replays that held in earlier periods, by site.
+        Replays that held in earlier iterations, by site.
     refused : collection of str
         Sites of which it is not to be found out what could be recomputed.
     tries : bool
@@ -211,7 +211,7 @@ class Recorder:
                 self._outlived.discard(entry.key)
 
     def trace(self) -> Trace:
-        """What was recorded; where it was measured, this waits for the device to end the period.
+        """What was recorded; where it was measured, this waits for the device to end the iteration.
 
         Sites that cannot move, or free nothing by it, have 0 bytes.
         """

@@ -1,4 +1,4 @@
-"""The storages that a period saves. Types only: the C++ part of the hooks makes them."""
+"""The storages that an iteration saves. Types only: the C++ part of the hooks makes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Known(Protocol):
     Attributes
     ----------
     ident : int
-        Number within the period.
+        Number within the iteration.
     cdata : int
         Identity of the storage, good for as long as this object lives: it holds a weak reference to it.
     saved : Saved or None
@@ -42,7 +42,7 @@ class Known(Protocol):
 
 
 class Storages(Protocol):
-    """The storages that a period has saved so far: what has been saved before is not saved again."""
+    """The storages that an iteration has saved so far: what has been saved before is not saved again."""
 
     def find(self, tensor: Tensor) -> Known:
         """What is known of the bytes that `tensor` needs; made on first sight."""

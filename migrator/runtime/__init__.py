@@ -1,1 +1,1 @@
-"""Holds the parts together over the periods of a program."""
+"""Holds the parts together over the iterations of a program."""

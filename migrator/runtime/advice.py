@@ -1,4 +1,4 @@
-"""What the runtime tells its advisor at the end of every period, and what it is told in turn."""
+"""What the runtime tells its advisor at the end of every iteration, and what it is told in turn."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class Advice:
         """What lanes have copied since they were last asked is nobody's question any more."""
         self._asked.clear()
 
-    def period_passed(self) -> None:
-        """A period is over of which the hooks saw nothing."""
+    def iteration_passed(self) -> None:
+        """An iteration is over of which the hooks saw nothing."""
         if self.advisor is not None:
-            self.advisor.period_over([], dict(self._counters.moved))
+            self.advisor.iteration_over([], dict(self._counters.moved))
 
-    def period_over(self, movers: Sequence[Mover]) -> tuple[int | None, Links] | None:
-        """A thread's period is over; how many groups may be back early from now on, and the links to plan with."""
+    def iteration_over(self, movers: Sequence[Mover]) -> tuple[int | None, Links] | None:
+        """A thread's iteration is over; how many groups may be back early from now on, and the links to plan with."""
         if self.advisor is None:
             return None
         transfers = [copy for mover in movers for copy in self._copied(mover.engine.compute)]
-        response = self.advisor.period_over(transfers, dict(self._counters.moved))
+        response = self.advisor.iteration_over(transfers, dict(self._counters.moved))
         links = next((self._devices.opened[mover.engine.compute.device].links for mover in movers), self._links)
         return response.ahead, links.reduced(response.left)
 
@@ -72,7 +72,7 @@ class Advice:
         pages, shared, before = self._pages(), self._devices.opened[compute.device], self._asked.get(compute.device)
         if before is not None:
             asked, recorded = before
-            if not asked.query():  # the program runs more than a period ahead of the device
+            if not asked.query():  # the program runs more than an iteration ahead of the device
                 return []
             over = shared.out.over(asked) + shared.back.over(asked)
             if (timeline := self._counters.timeline) is not None:

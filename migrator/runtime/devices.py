@@ -35,7 +35,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 LAYOUTS = 0.02  # the same of ours: layouts had up to 1.3% of the budget in DRAM, where a step takes twice as long
 MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
-RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
+RECORDINGS = 3  # of the first iterations on a GPU: in each the host is late somewhere
 
 log = logging.getLogger("tiers")
 

@@ -1,4 +1,7 @@
-"""What a period takes the host, and how much of that is ours: a clock is read around all that PyTorch calls of us."""
+"""Times the host in an iteration: all of it, and the part that torch-tiers itself takes.
+
+A clock is read around each of our functions that PyTorch calls.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ Answer = TypeVar("Answer")
 
 
 class HostTimer:
-    """The host's time in this process, from a period's first forward to its end.
+    """The host's time in this process, from an iteration's first forward to its end.
 
-    What is between two periods is not counted: there a program waits for its data, and for the device.
+    What is between two iterations is not counted: there a program waits for its data, and for the device.
 
     Attributes
     ----------
     ours : float
-        Seconds that were ours so far, of the period that has begun.
+        Seconds that were ours so far, of the iteration that has begun.
     """
 
     def __init__(self) -> None:
@@ -29,15 +32,15 @@ class HostTimer:
         self._idle = False
 
     def timed(self, call: Callable[..., Answer], *args: Any) -> Answer:
-        """Call something of ours, and count for how long; what it does before a period begins in it is of no period."""
+        """Call a function of ours and count its time, from the begin of the iteration on if that begins within it."""
         began = time.perf_counter()
         try:
             return call(*args)
         finally:
             self.ours += time.perf_counter() - max(began, self._began or began)
 
-    def period_begins(self, hooks: HookTime, blocked: float, *, idle: bool) -> None:
-        """A period's first forward begins; later ones are told of as well.
+    def iteration_begins(self, hooks: HookTime, blocked: float, *, idle: bool) -> None:
+        """An iteration's first forward begins; later ones are told of as well.
 
         Parameters
         ----------
@@ -52,8 +55,8 @@ class HostTimer:
             self.ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
-    def period_over(self, hooks: HookTime, blocked: float) -> HostTime | None:
-        """A period is over; what it took without those waits, or None if it did not begin."""
+    def iteration_over(self, hooks: HookTime, blocked: float) -> HostTime | None:
+        """An iteration is over; what it took without those waits, or None if it did not begin."""
         began, self._began = self._began, None
         if began is None:
             return None

@@ -25,10 +25,10 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 class Advisor(Protocol):
     """Who tells the runtime how much of the links it may use."""
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         """Take in the copies that are over; what to do from now on.
 
-        Called on the training thread at every end of a period, so it must return at once, and must not raise.
+        Called on the training thread at every end of an iteration, so it must return at once, and must not raise.
 
         Parameters
         ----------
@@ -60,11 +60,11 @@ class Options:
     refuse : callable, optional
         Ends the program when the budget is too small, where an exception is not what its user should see.
     pages : callable, optional
-        The allocator to tell where periods end, once it is under PyTorch.
+        The allocator to tell where iterations end, once it is under PyTorch.
     links : Links
         What plans take the lanes to give.
     advisor : Advisor, optional
-        Asked at the end of every period; without one the links are used in full.
+        Asked at the end of every iteration; without one the links are used in full.
     recorder : callable
         The recorder of operators, if it can be had; called when the first thread trains.
     plan_cache : callable

@@ -1,4 +1,4 @@
-"""The runtime: switches the hooks on, and knows when periods and steps end.
+"""The runtime: switches the hooks on, and knows when iterations and steps end.
 
 It arms late. Installing only stands before the calls of modules and registers optimizer hooks; the first forward
 that could train switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
@@ -46,7 +46,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 log = logging.getLogger("tiers")
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
-UNHEARD = 16  # steps of all optimizers together, after which a period should have ended
+UNHEARD = 16  # steps of all optimizers together, after which an iteration should have ended
 
 
 class _Thread(threading.local):
@@ -101,7 +101,7 @@ class Runtime:
         self._allowance.close()
         entry.uninstall()
         if self._thread.saver is not None:
-            self._thread.saver.end_period()
+            self._thread.saver.end_iteration()
         for saver in self._all_savers():
             for mover in saver.armed_movers:
                 mover.learner.finish()
@@ -110,7 +110,7 @@ class Runtime:
         self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
-        """From now on ask this one at every end of a period."""
+        """From now on ask this one at every end of an iteration."""
         self._advice.advisor = advisor
 
     def forked(self) -> None:
@@ -142,7 +142,7 @@ class Runtime:
         if saver is None:
             return False
         if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
-            self._period_begins(saver)
+            self._iteration_begins(saver)
             # One has begun, so this is its first module, and no other has called it.
             if saver.resting and not self._optimizers.period_due:
                 self._look_at(module)
@@ -178,7 +178,7 @@ class Runtime:
                 except TiersError as error:
                     self._refuse(error)
                 self._recorder = self.options.recorder()
-        called = self._make_mover, self._root_begins, self._period_over
+        called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         saver.push()
         self._thread.saver = saver
@@ -202,14 +202,14 @@ class Runtime:
         self._recount_static()
         return mover
 
-    def _period_begins(self, saver: Saver) -> None:
+    def _iteration_begins(self, saver: Saver) -> None:
         """The allocator's period begins, if one is due. The device has nothing to do meanwhile: this is to be short."""
         if not self._optimizers.period_due or not torch.is_grad_enabled() or saver.capturing():
             return
         # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
         # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
         self._optimizers.period_due = False
-        # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
+        # Else others are in the middle of their iterations; or this one's is not over: it stepped in backward.
         # And while hooks rest nobody asks for a peak.
         if not saver.resting and self._is_alone and not saver.place.in_backward:
             for mover in saver.armed_movers:
@@ -236,11 +236,11 @@ class Runtime:
                     mover.engine.compute.pass_by(counts=False)
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
-        self._period_begins(saver)
+        self._iteration_begins(saver)
         self._look_at(root)
         if self._tensors is not None and not saver.capturing():
             idle = all(mover.engine.compute.idle() for mover in saver.armed_movers)
-            self._time.period_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
+            self._time.iteration_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
         """See whether the budget holds the weights of the models so far, and this one's."""
@@ -260,7 +260,7 @@ class Runtime:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one thread trains: others would be in the middle of their periods when this one's ends."""
+        """Whether one thread trains: others would be in the middle of their iterations when this one's ends."""
         return len(self._savers) == 1
 
     def _all_savers(self) -> list[Saver]:
@@ -273,14 +273,16 @@ class Runtime:
             if isinstance(compute := shared.compute, HostCompute):
                 compute.static = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
 
-    # -------------------------------------------------------------------------- periods and steps
+    # -------------------------------------------------------------------------- iterations and steps
 
-    def _period_over(self, saver: Saver) -> None:
-        self._counters.periods += 1
+    def _iteration_over(self, saver: Saver) -> None:
+        self._counters.iterations += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
-        advice = self._advice.period_over(saver.armed_movers)
+        advice = self._advice.iteration_over(saver.armed_movers)
         changed = False
-        host = None if self._tensors is None else self._time.period_over(self._tensors.spent(), self._counters.blocked)
+        host = (
+            None if self._tensors is None else self._time.iteration_over(self._tensors.spent(), self._counters.blocked)
+        )
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
@@ -291,7 +293,7 @@ class Runtime:
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
-                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow, host=host)
+                changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
                 changed |= advice is not None and mover.apply_advice(*advice)
             except NoPlanFits as error:
                 if not self.closed:
@@ -314,7 +316,7 @@ class Runtime:
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
         now = self._optimizers.period_due and self._is_alone and not self.closed and not saver.capturing()
-        with saver.untracked():  # no part of the next period, whose recorder there may be already
+        with saver.untracked():  # no part of the next iteration, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
@@ -345,10 +347,10 @@ class Runtime:
         self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
         self._rounds += leads
-        if leads and self._rounds == UNHEARD and not self._counters.periods and self._devices.opened:
+        if leads and self._rounds == UNHEARD and not self._counters.iterations and self._devices.opened:
             log.warning(
-                "%d steps were made, and no period has ended: nothing is planned. So it is where forwards run in a new "
-                "thread each time, or all under checkpoints of the program's own",
+                "%d steps were made, and no iteration has ended: nothing is planned. This happens if forwards run in "
+                "a new thread each time, or all under checkpoints of the program's own",
                 UNHEARD,
             )
         self._steps.step(now := time.perf_counter())
@@ -363,8 +365,8 @@ class Runtime:
         if saver is not None and saver.resting:
             saver.place.in_backward = False
             if leads:
-                self._counters.periods += 1
-                self._advice.period_passed()
+                self._counters.iterations += 1
+                self._advice.iteration_passed()
                 if self._is_alone:  # others ask for themselves what has flushed
                     for mover in saver.armed_movers:
                         mover.engine.compute.pressed()  # which counts it
@@ -376,7 +378,7 @@ class Runtime:
     def _stepped(self, saver: Saver, *, leads: bool) -> None:
         """An optimizer has made a step, whose thread's hooks are on."""
         saver.leave_all()
-        saver.end_period(stepped=leads)
+        saver.end_iteration(stepped=leads)
         if self._optimizers.period_due and self._is_alone:
             for mover in saver.armed_movers:
                 mover.engine.compute.pass_by(counts=True)
@@ -403,7 +405,7 @@ class Runtime:
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
             "beside_hbm": max((shared.beside for shared in devices), default=0),
-            "periods": counters.periods,
+            "periods": counters.iterations,
             "steps": self._steps.count,
             "moved": dict(counters.moved),
             "groups": counters.groups,

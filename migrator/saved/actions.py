@@ -100,7 +100,7 @@ class Moved(Protocol):
     go : Go or None
         What the plan says of the site.
     record : Record or None
-        If the period is recorded.
+        If the iteration is recorded.
     was_used : bool
         Whether backward has asked for it.
     counter : Tensor

@@ -30,7 +30,7 @@ log = logging.getLogger("tiers")
 
 PART = 0.003  # of the program's time, on average
 ROOM = 0.9  # of the budget in use: with more, nothing is made that the program does not ask for
-PATIENCE = 16  # periods for which a site is waited for: periods differ
+PATIENCE = 16  # iterations for which a site is waited for: iterations differ
 CHAIN = 16  # others that are dropped, too, and are to be made for one that is looked at: at most
 
 
@@ -57,7 +57,7 @@ class Checks:
     Attributes
     ----------
     on : bool
-        Whether any is to be made: none in a period that is measured.
+        Whether any is to be made: none in an iteration that is measured.
     differing : set of str
         Sites at which something else was made than was dropped, for good.
     """
@@ -69,11 +69,11 @@ class Checks:
         self._budget = budget
         self._times: dict[str, int] = {}  # how often each site was looked at
         self._next: str | None = None  # the site whose turn it is
-        self._waited = 0  # periods, for that
+        self._waited = 0  # iterations, for that
         self._may_take = 0.0  # seconds
         self._since = time.perf_counter()
         self._pending: _Check | None = None
-        self._used_memory = False  # in this period
+        self._used_memory = False  # in this iteration
         self._news = False
 
     def look(self, key: str, original: Tensor, made: Recomputed, look: Callable[[], Peek]) -> None:
@@ -86,7 +86,7 @@ class Checks:
         times = self._times.setdefault(key, 0)
         if (self._next is not None and key != self._next) or self._may_take < 0 or self._pending is not None:
             return
-        self._times[key], self._next = times + 1, ""  # no other in this period
+        self._times[key], self._next = times + 1, ""  # no other in this iteration
         chain = made.sources(CHAIN)
         needed = 2 * (made.nbytes + sum(each.nbytes for each in chain or ()))
         if chain is None or (self._budget and self._compute.allocated() + needed > ROOM * self._budget):
@@ -116,8 +116,8 @@ class Checks:
         end = self._compute.mark(self._compute.stream())
         self._pending = _Check(key, operators_of(replay.names[index]), is_same, begin, end)
 
-    def period_over(self) -> bool:
-        """The next period may take its share of time; whether a site turned out to differ. No check is waited for."""
+    def iteration_over(self) -> bool:
+        """Grant the next iteration its share of time; return whether a site turned out to differ. Wait for no check."""
         now = time.perf_counter()
         self._may_take = min(0.0, self._may_take) + PART * (now - self._since)
         self._since = now

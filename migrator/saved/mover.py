@@ -1,4 +1,4 @@
-"""One device's share of a thread's program: gathers what a period saves into groups, and gives it back.
+"""One device's share of a thread's program: gathers what an iteration saves into groups, and gives it back.
 
 Stands between the hooks, which see one tensor at a time, and the engine, which sees groups.
 """
@@ -33,9 +33,9 @@ from torch_tiers.migrator.saved.packed import Look
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.streams import Stream
 
-CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
+CLOSELY = 16  # iterations under new plans in which waits are timed, or until these settle: that corrects the plans
 SAMPLED = 7
-"""Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
+"""Iterations, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
 
 
 class _Whole(NamedTuple):
@@ -97,11 +97,11 @@ class Mover:
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
-        self._taken = 0  # storages, in this period
+        self._taken = 0  # storages, in this iteration
         self._dropped: dict[int, _Whole] = {}  # what was dropped last of each storage
         self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
-        self._unchanged = 0  # periods under the plans that there are
-        self._fitting = 0  # periods, one after the other, that HBM had room for
+        self._unchanged = 0  # iterations under the plans that there are
+        self._fitting = 0  # iterations, one after the other, that HBM had room for
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
 
@@ -204,13 +204,13 @@ class Mover:
     # ------------------------------------------------------------------------------------- back
 
     def pass_by(self) -> None:
-        """A training forward begins: what was in use since the last optimizer's step is no part of its period."""
+        """A training forward begins: what was in use since the last optimizer's step is no part of its iteration."""
         self.engine.compute.pass_by(counts=False)
         if self.recorder is not None:
             self.recorder.resume()
 
     def begin_backward(self) -> None:
-        """The first tensor of the period is asked for."""
+        """The first tensor of the iteration is asked for."""
         if self.recorder is not None:
             self.recorder.turn()
             grown = self.engine.compute.allocated() - self._allocated_before
@@ -274,21 +274,23 @@ class Mover:
         with self.engine.lock:
             return moved.view(self.engine.glimpse(moved.saved))
 
-    # ---------------------------------------------------------------------------------- periods
+    # ---------------------------------------------------------------------------------- iterations
 
-    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostTime | None = None) -> bool:
-        """The period is over; whether there are new plans.
+    def end_iteration(
+        self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostTime | None = None
+    ) -> bool:
+        """The iteration is over; whether there are new plans.
 
         Parameters
         ----------
         whole : bool
-            See `Learner.period_over`.
+            See `Learner.iteration_over`.
         alone : bool
-            Whether no other thread trains on this device, so that periods do not overlap.
+            Whether no other thread trains on this device, so that iterations do not overlap.
         overflow : int
             Bytes for which the allocator had no room in HBM.
         host : HostTime, optional
-            See `Learner.period_over`.
+            See `Learner.iteration_over`.
         """
         self._fitting = 0 if overflow else self._fitting + 1
         self._stayed &= not self.filling.offloaded and all(plan.keeps_everything for plan in self.learner.plans)
@@ -301,14 +303,14 @@ class Mover:
                 for key, verified in self.recorder.verified.items():
                     self.verified[key] = verified.besides(self.verified.get(key))
                 self._see_beside(trace)
-            peak = self.engine.end_period()
+            peak = self.engine.end_iteration()
             granted, refused = self.filling.granted, self.filling.refused
             mispredicted = self._mispredicted()
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
             iteration_time = self.engine.iteration_time if alone and self.engine.ahead == EVERY else None
-            changed = self.learner.period_over(
+            changed = self.learner.iteration_over(
                 trace,
                 peak,
                 whole=whole,
@@ -322,7 +324,7 @@ class Mover:
             )
             if refused and trace is None and not (changed or mispredicted):  # else it may not have been these plans'
                 changed = self._plans_for_less(granted)
-            if self.checks.period_over():
+            if self.checks.iteration_over():
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
             self.recorder = self.engine.meter = None
@@ -340,7 +342,7 @@ class Mover:
         return changed
 
     def _mispredicted(self) -> bool:
-        """Whether a considerable part of the period was not as any plan has it."""
+        """Whether a considerable part of the iteration was not as any plan has it."""
         traces, unforeseen = self.learner.traces, self.filling.unforeseen
         sites = max((len(trace.sites) for trace in traces), default=0)
         nbytes = max((trace.saved_bytes for trace in traces), default=0)
@@ -370,7 +372,7 @@ class Mover:
         return news
 
     def _to_stand_for(self) -> int:
-        """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
+        """For how many iterations the waits of the next one are to stand; 0 if they are not to be timed."""
         self._unchanged += 1
         if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
             return 1
@@ -395,13 +397,13 @@ class Mover:
                 self.engine.collect()
 
     def forward_is_dead(self) -> bool:
-        """Whether tensors were taken in this period and none of them is part of a graph any more."""
+        """Whether tensors were taken in this iteration and none of them is part of a graph any more."""
         with self.engine.lock:
             self.engine.collect()
             return self._taken > 0 and self.engine.alive == 0
 
     def begin_again(self) -> None:
-        """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
+        """Nothing of what was saved in this iteration is of any use: its graphs are gone. Start over."""
         with self.engine.lock:
             self._begin()
             if self.recorder is not None:  # without a head start: to begin again may be the program's habit
@@ -409,7 +411,7 @@ class Mover:
                 self.recorder = self._new_recorder()
 
     def record_no_more(self) -> None:
-        """Go on with this period without recording it."""
+        """Go on with this iteration without recording it."""
         with self.engine.lock:
             if self.recorder is not None:
                 self.recorder.abandon()
@@ -427,7 +429,7 @@ class Mover:
         self.engine.limit = self._limit()
 
     def _limit(self) -> int:
-        """Bytes that may lie in HBM when a period begins."""
+        """Bytes that may lie in HBM when an iteration begins."""
         if self.recorder is None and self._moves_nothing():  # what stays is not all counted: it might all be there
             return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
         return self.filling.room
@@ -475,7 +477,7 @@ class Mover:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
         nothing_moves = self._moves_nothing()
         pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
-        # What one plan is to hear of is heard under all of them: which kind of period this is nobody knows.
+        # What one plan is to hear of is heard under all of them: which kind of iteration this is nobody knows.
         heard = set[str]().union(*(_heard(plan, trace) for plan, trace in pairs))
         paced = [(plan, {} if nothing_moves else paces_of(plan, trace)) for plan, trace in pairs]
         for plan, paces in paced:

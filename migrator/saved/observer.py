@@ -1,4 +1,4 @@
-"""What the hooks do besides while a period is recorded: find out what could be recomputed."""
+"""What the hooks do besides while an iteration is recorded: find out what could be recomputed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Observer:
 
 
 def _inputs(what: Replay, recorder: Recording) -> tuple[int, ...] | None:
-    """The storages that a replay begins with; None if one of them is not of this period."""
+    """The storages that a replay begins with; None if one of them is not of this iteration."""
     idents = dict[int, None]()
     for packed in what.inputs:
         record = packed[3] if isinstance(packed, tuple) else packed.record

@@ -40,13 +40,13 @@ MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
 
 LOOKS = 16
-"""Forwards in a row without a backward, after which a period is recorded no more."""
+"""Forwards in a row without a backward, after which an iteration is recorded no more."""
 
 UNRECORDED = 2
-"""Periods in a row that may end so; a program all of whose periods begin with such forwards is to have plans, too."""
+"""Iterations in a row that may end so: a program that begins each one with such forwards is to have plans, too."""
 
 LISTENS = 31
-"""Periods of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
+"""Iterations of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -70,8 +70,8 @@ class Saver(OnStack):
         Makes the mover of a device, or returns None where nothing moves.
     root_begins : callable
         Called when an outermost module's forward begins.
-    period_over : callable
-        Called when a period is over, before the next one begins.
+    iteration_over : callable
+        Called when an iteration is over, before the next one begins.
     allowance : Allowance
         Told how many objects the hooks will hold.
     tensors : HookTensors
@@ -84,7 +84,7 @@ class Saver(OnStack):
         self,
         make_mover: Callable[[torch.device], Mover | None],
         root_begins: Callable[[Saver, nn.Module], None],
-        period_over: Callable[[Saver], None],
+        iteration_over: Callable[[Saver], None],
         allowance: Allowance,
         tensors: HookTensors,
         recorder: Recorder | None = None,
@@ -97,13 +97,13 @@ class Saver(OnStack):
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers: dict[torch.device, Mover | None] = {}
-        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the period under way goes by
-        self.steps_before = 0  # optimizer steps made before the period began
+        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the iteration under way goes by
+        self.steps_before = 0  # optimizer steps made before the iteration began
         self._looks = 0  # forwards in a row, while recording, through which no backward went
-        self._unrecorded = 0  # periods in a row of which nothing was recorded for that
+        self._unrecorded = 0  # iterations in a row of which nothing was recorded for that
         self._make_mover = make_mover
         self._root_begins = root_begins
-        self._period_over = period_over
+        self._iteration_over = iteration_over
         self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
@@ -130,16 +130,16 @@ class Saver(OnStack):
         self.movers = {}
         self.place.recording = False
         self._listen()
-        self.place.period += 1  # the modules look their actions up anew
+        self.place.iteration += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
     def rest_if_idle(self) -> None:
-        """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two periods only."""
+        """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two iterations only."""
         if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
             self._allowance.hold(self, 0)
 
     def wake(self) -> bool:
-        """HBM is full: look at what is saved again, if that is of use. Before the first forward of a period only."""
+        """HBM is full: watch what is saved again, if that is of use. Before the first forward of an iteration only."""
         if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
             return False
         log.info("hbm is full: what is saved is looked at again")
@@ -147,7 +147,7 @@ class Saver(OnStack):
         self.push()
         self.adopt(())
         self.place.recording = True
-        self.place.period += 1
+        self.place.iteration += 1
         return True
 
     def enter(self, module: nn.Module) -> None:
@@ -215,17 +215,17 @@ class Saver(OnStack):
         return any(mover.engine.compute.capturing() for mover in self.armed_movers)
 
     def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
-        """From the next period on, do this at these sites."""
+        """From the next iteration on, do this at these sites."""
         self._agenda = self.place.agenda = Agenda(actions)
         self._listen()
         self._allowance.hold(self, self._agenda.objects)
 
     def _forget_dead_forward(self) -> None:
-        """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
+        """Start the iteration over if all that it saved is dead: a forward that raised, or was only looked at.
 
         Only while recording. Then we hold everything, so what is dead is known; and only then does it matter:
         a trace with sites that do not come again makes plans that wait for them. After many such forwards in a row the
-        period is recorded no more: who only looks at outputs would be ten times slower for as long as that goes on.
+        iteration is recorded no more: who only looks at outputs would be ten times slower for as long as that goes on.
         """
         if not self.place.recording or self.place.in_backward:
             return
@@ -235,7 +235,7 @@ class Saver(OnStack):
                 continue
             if mover.forward_is_dead():
                 mover.begin_again()
-                self.place.period += 1
+                self.place.iteration += 1
                 dead = True
             else:
                 dead |= mover.recorder.forward_begins()
@@ -246,33 +246,33 @@ class Saver(OnStack):
                 mover.record_no_more()
             self.place.recording = False
 
-    def end_period(self, *, stepped: bool = False) -> None:
-        """End the period, if backward has begun in it; optimizer steps and the next forward do.
+    def end_iteration(self, *, stepped: bool = False) -> None:
+        """End the iteration, if backward has begun in it; optimizer steps and the next forward do.
 
         Where hooks are bypassed backward may not be heard of. The optimizer that leads has `stepped` all the same.
         """
         if self.place.in_backward or (stepped and self.place.bypass):
             self.place.in_backward = False
-            self.place.period += 1
+            self.place.iteration += 1
             if self.place.recording and self._looks < LOOKS:
                 self._unrecorded = 0
             self._looks = 0
             try:
-                self._period_over(self)
+                self._iteration_over(self)
             finally:  # whoever catches what it raises may go on
-                self._begin_period()
+                self._begin_iteration()
 
-    def _begin_period(self) -> None:
+    def _begin_iteration(self) -> None:
         recorders = [mover.recorder for mover in self.armed_movers]
         self.place.recording = any(recorder is not None for recorder in recorders)
         self._listen()
 
     def _listen(self) -> None:
-        """Choose the modules in which the hooks need not be called in the period that begins.
+        """Choose the modules in which the hooks need not be called in the iteration that begins.
 
         Now and then they are called in all of them: one may save what no plan has foreseen.
         """
-        listens = self.place.recording or self.place.period % LISTENS == 0
+        listens = self.place.recording or self.place.iteration % LISTENS == 0
         self.place.bypass = {} if listens else self._agenda.bypass
 
     @contextmanager
@@ -307,12 +307,12 @@ class Saver(OnStack):
         """PyTorch saves `tensor`."""
         if _graph_task() != -1:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
-            # at once, or soon, and the order of this period is being played back already.
+            # at once, or soon, and the order of this iteration is being played back already.
             return keep(tensor)
         if self.place.in_backward:
-            self.end_period()
+            self.end_iteration()
         node = self.place.here
-        if node.period != self.place.period:
+        if node.iteration != self.place.iteration:
             node.begin(self.place)
         number = node.count
         node.count = number + 1

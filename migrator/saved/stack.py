@@ -52,7 +52,7 @@ class OnStack:
         return True
 
     def rest(self) -> bool:
-        """Switch them off, if nobody else's lie on top of them; whether they are. Between two periods only."""
+        """Switch them off, if nobody else's lie on top of them; whether they are. Between two iterations only."""
         self.resting = self.resting or self.take_off()
         return self.resting
 

@@ -206,7 +206,7 @@ class OperatorClock(Protocol):
 
 
 class Measures(NamedTuple):
-    """A period's `times`, `seconds`, `others` and `clocks`; see `migrator.model.trace.Trace`.
+    """An iteration's `times`, `seconds`, `others` and `clocks`; see `migrator.model.trace.Trace`.
 
     With clocks, the times are those of the device by itself.
     """
@@ -218,7 +218,7 @@ class Measures(NamedTuple):
 
 
 class Meter(Protocol):
-    """Measures one period; see `migrator.streams.meter`."""
+    """Measures one iteration; see `migrator.streams.meter`."""
 
     def mark(self) -> Any:
         """A point in the program's time."""
@@ -239,7 +239,7 @@ class Meter(Protocol):
         """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then."""
 
     def abandon(self) -> None:
-        """Nobody wants to know what the period takes, nor to have it finished."""
+        """Nobody wants to know what the iteration takes, nor to have it finished."""
 
     def resume(self, *, brought: bool = False) -> None:
         """Our own work at a position is over, in which something was `brought` back, or let go.
@@ -254,7 +254,7 @@ class Meter(Protocol):
         """The most bytes in use since this was last called, in an untracked scope; 0 where nobody counts them."""
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
-        """The period is over; waits until the device has passed its end.
+        """The iteration is over; waits until the device has passed its end.
 
         `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         """
@@ -289,8 +289,8 @@ class Compute(Protocol):
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
 
-    def time_waits(self, periods: int) -> None:
-        """Let the waits of the period that begins stand for those of so many periods; 0: do not time them.
+    def time_waits(self, iterations: int) -> None:
+        """Let the waits of the iteration that begins stand for those of so many iterations; 0: do not time them.
 
         Where waits are not events of a stream, all of them are timed.
         """
@@ -308,7 +308,7 @@ class Compute(Protocol):
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 
     def tidy(self) -> None:
-        """A period with untracked work is over: give back what is cached for that alone. Not within a capture."""
+        """An iteration with untracked work is over: give back what is cached for that alone. Not within a capture."""
 
     def renew(self) -> None:
         """Other plans are carried out from now on: what is cached fits those before, and goes. Not within a capture.
@@ -318,10 +318,10 @@ class Compute(Protocol):
         """
 
     def settle(self) -> IterationTime | None:
-        """A period ends. What the last one took that the device is through with; None where that was not timed."""
+        """An iteration ends. What the last one took that the device is through with; None where that was not timed."""
 
     def idle(self) -> bool:
-        """Whether the device is through with the last period; not within a capture."""
+        """Whether the device is through with the last iteration; not within a capture."""
 
     def when(self, event: Event, recorded: float) -> float:
         """Where on the host's clock times that lanes count from `event` begin; to within a millisecond or so.
@@ -330,7 +330,7 @@ class Compute(Protocol):
         """
 
     def close(self) -> None:
-        """No more periods: add up the waits of those that are over by now."""
+        """No more iterations: add up the waits of those that are over by now."""
 
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
@@ -342,9 +342,9 @@ class Compute(Protocol):
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
 
     def pass_by(self, *, counts: bool) -> None:
-        """What was in use since the last period ended, or since the last call, is of the next one only if it `counts`.
+        """Count the peak since the last iteration, or the last call, towards the next iteration only if it `counts`.
 
-        An evaluation between two periods does not: it finds the room that saved tensors take later.
+        An evaluation between two iterations does not: it finds the room that saved tensors take later.
         """
 
     def pressed(self) -> bool:

@@ -58,7 +58,7 @@ class CudaCompute:
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._counters = counters
         self._timer = IterationTimer(str(device), counters)
-        self._before = 0  # the most in use since the last period ended, as far as it counts
+        self._before = 0  # the most in use since the last iteration ended, as far as it counts
         self.waited: list[Gap] | None = None  # what a meter leaves out
         self.operators: OperatorClock | None = None
         _, self._retries = self._peaks.restart()
@@ -79,8 +79,8 @@ class CudaCompute:
         assert isinstance(event, lane.Event)
         self._library.wait(self.device.index, wrapped(stream).cuda_stream, event)
 
-    def time_waits(self, periods: int) -> None:
-        self._timer.stand_for = periods
+    def time_waits(self, iterations: int) -> None:
+        self._timer.stand_for = iterations
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         timed = self._timer.stand_for or self.waited is not None or self.capturing()
@@ -118,9 +118,9 @@ class CudaCompute:
 
     def settle(self) -> IterationTime | None:
         if self.capturing():
-            self._timer.period_passed()
+            self._timer.iteration_passed()
             return None
-        return self._timer.period_over(lambda: self.mark(self.stream()))
+        return self._timer.iteration_over(lambda: self.mark(self.stream()))
 
     def idle(self) -> bool:
         return self._timer.idle()
@@ -157,7 +157,7 @@ class CudaCompute:
         if counts:
             self._before = max(self._before, peak)
         else:
-            self._flushed(retries)  # what did so was no period either
+            self._flushed(retries)  # what did so was no iteration either
 
     def pressed(self) -> bool:
         return self._flushed(self._peaks.retries())
@@ -225,7 +225,7 @@ class CudaLane:
     def over(self, since: Event) -> list[Transfer]:
         start = cast("lane.TimedEvent", since)
         found: list[Transfer] = []
-        with self._asking:  # a query lets other threads go on, and each ends periods of its own
+        with self._asking:  # a query lets other threads go on, and each ends iterations of its own
             while self._timed and self._timed[0][2].query():
                 nbytes, begin, done = self._timed.popleft()
                 times = (start.elapsed_time(event) / 1e3 for event in (begin, done))

@@ -17,11 +17,11 @@ class HostClock:
     Parameters
     ----------
     begin : event
-        Of the device's, at which the period begins.
+        Of the device's, at which the iteration begins.
     delayed : callable
-        Seconds that requests for memory have waited for pages so far, in all threads. A period that is recorded maps
-        thousands, of 80 us each. Under a plan whose layout is followed none is mapped; where sizes change all the time,
-        some are in every period, which this leaves out, too.
+        Seconds that requests for memory have waited for pages so far, in all threads. An iteration that is recorded
+        maps thousands, of 80 us each. Under a plan whose layout is followed none is mapped; where sizes change all the
+        time, some are in every iteration, which this leaves out, too.
     """
 
     def __init__(self, begin: TimedEvent, delayed: Callable[[], float] = lambda: 0.0) -> None:

@@ -1,11 +1,11 @@
-"""What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
+"""What an iteration takes: device seconds and HBM at each of its positions, on a GPU and without one.
 
-A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
-of the compute stream for a lane, and everything *untracked*. On a GPU there are two clocks: the device's events, and
-the host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device
-can be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for that, and
-have this one wait for them, operators are timed one by one: what the device does between two of them is not the
-program's.
+A meter runs while an iteration is recorded. What the lanes and our own trials add to the iteration is taken out again:
+waits of the compute stream for a lane, and everything *untracked*. On a GPU there are two clocks: the device's events,
+and the host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the
+device can be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for
+that, and have this one wait for them, operators are timed one by one: what the device does between two of them is not
+the program's.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class HostMeter:
         return 0
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
-        """The period is over. To be called once."""
+        """The iteration is over. To be called once."""
         return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
 
 
@@ -124,7 +124,7 @@ class CudaMeter:
             self._operators = operators.begin(device, stream)
         self._held = held
         if held:
-            compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
+            compute.hold_up(HOLD)  # before the iteration begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
         self._host = HostClock(self._begin, compute.delayed)
@@ -202,7 +202,7 @@ class CudaMeter:
         self.depart()
 
     def abandon(self) -> None:
-        """Nobody wants to know what the period takes: waits are left out of nothing any more."""
+        """Nobody wants to know what the iteration takes: waits are left out of nothing any more."""
         self._compute.waited = None
         self._drop_operators()
 
@@ -230,7 +230,7 @@ class CudaMeter:
         return self._compute.take_peak()
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
-        """The period is over; waits until the device has passed its end. To be called once.
+        """The iteration is over; waits until the device has passed its end. To be called once.
 
         `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         Within the capture of a graph nothing is known: 0 seconds.

@@ -203,7 +203,7 @@ def the_session_ends_within_one(device: torch.device) -> None:
 
 
 def backward_is_known_to_begin_where_all_stays(device: torch.device) -> None:
-    """Where nothing that is heard was saved, no period ever ended, and nothing was ever noticed again."""
+    """Where nothing that is heard was saved, no iteration ever ended, and nothing was ever noticed again."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -222,7 +222,7 @@ def backward_is_known_to_begin_where_all_stays(device: torch.device) -> None:
         assert any(model.first.called[8:]), model.first.called
 
 
-def a_period_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch.device) -> None:
+def an_iteration_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch.device) -> None:
     """Another loss than the one that was recorded, in which backward asks for nothing that is heard."""
 
     class TwoLosses(nn.Module):
@@ -243,7 +243,7 @@ def a_period_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch.dev
         assert session.stats()["periods"] >= before + 5, "there were steps"
 
 
-def every_forward_of_several_before_a_step_is_a_period_of_its_own(device: torch.device) -> None:
+def every_forward_of_several_before_a_step_is_an_iteration_of_its_own(device: torch.device) -> None:
     """That which ended with the first tensor that was heard lacked what had been saved before."""
     model = nn.Sequential(_Layer(), _Layer(), _Part()).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -257,7 +257,7 @@ def every_forward_of_several_before_a_step_is_a_period_of_its_own(device: torch.
         assert ours is not None
         (first, *_), trace = _layers(model), ours.armed_movers[0].learner.traces[-1]
         assert trace.sites[0].key == "Sequential.0:0"
-        # The first tensor after a backward is heard, whatever period it is of: it ends the one before.
+        # The first tensor after a backward is heard, whatever iteration it is of: it ends the one before.
         assert first.called[-3:] == [True] * 3, first.called
         assert model[1].called[-8:].count(True) <= 2, "it was to be bypassed"  # type: ignore[union-attr]
 
@@ -303,7 +303,7 @@ def what_another_is_made_from_was_not_changed_though_nobody_heard_of_it(device: 
         assert_same(program, device, moves=False, recompute=True, share=0)
 
 
-def what_one_kind_of_periods_needs_is_heard_in_all(device: torch.device) -> None:
+def what_one_kind_of_iterations_needs_is_heard_in_all(device: torch.device) -> None:
     """Of two plans the one in which a tensor stays and nothing is made from it said that nobody is to be told of it."""
 
     class TwoKinds(nn.Module):

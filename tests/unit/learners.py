@@ -1,4 +1,4 @@
-"""Learners of a small program, and periods for them."""
+"""Learners of a small program, and iterations for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def peak_of(trace: Trace) -> int:
 
 def learned(peak: int = 700 * MiB, policy: Policy = FLASHNEURON) -> Learner:
     learner = Learner(policy, TARGET)
-    assert learner.period_over(TRACE, peak, whole=True, pressed=False, mispredicted=False)
+    assert learner.iteration_over(TRACE, peak, whole=True, pressed=False, mispredicted=False)
     return learner
 
 
@@ -41,8 +41,8 @@ def room(learner: Learner) -> int:
 
 
 def unrecorded(learner: Learner, peak: int, mispredicted: bool = False) -> bool:
-    """A period that was not recorded."""
-    return learner.period_over(None, peak, whole=True, pressed=False, mispredicted=mispredicted)
+    """An iteration that was not recorded."""
+    return learner.iteration_over(None, peak, whole=True, pressed=False, mispredicted=mispredicted)
 
 
 def foreseen(plan: Plan) -> set[str]:
@@ -57,20 +57,20 @@ def most(trace: Trace, plan: Plan | None) -> int:
     return plan.kept_bytes + min(under_way, plan.moved_bytes)
 
 
-def run(learner: Learner, periods: Sequence[tuple[Trace, int]], elsewhere: int = 0) -> tuple[list[bool], list[int]]:
-    """A program of `periods`, each with memory of its own beside the saved bytes.
+def run(learner: Learner, iterations: Sequence[tuple[Trace, int]], elsewhere: int = 0) -> tuple[list[bool], list[int]]:
+    """A program of `iterations`, each with memory of its own beside the saved bytes.
 
     Returns which of them changed the plans, and their peaks. `elsewhere` is a peak of another moment, in
     which saved bytes play no part.
     """
     changed, peaks = [], []
-    for trace, own in periods:
+    for trace, own in iterations:
         keys = {site.key for site in trace.sites}
         known = [plan for plan in learner.plans if keys <= foreseen(plan)]
         peak = max(elsewhere, own + most(trace, known[0] if known else None))
         recorded = trace if learner.records_next else None
         mispredicted = recorded is None and not known
-        changed.append(learner.period_over(recorded, peak, whole=True, pressed=False, mispredicted=mispredicted))
+        changed.append(learner.iteration_over(recorded, peak, whole=True, pressed=False, mispredicted=mispredicted))
         peaks.append(peak)
     return changed, peaks
 
@@ -95,5 +95,5 @@ def large(trace: Trace = MODEL, policy: str = "auto") -> tuple[Learner, Later]:
     """A learner that has seen a trace which takes long to plan for, and what does its jobs."""
     later = Later()
     learner = Learner(POLICIES[policy], peak_of(trace) * 3 // 4, submit=later)
-    assert not learner.period_over(trace, 0, whole=True, pressed=False, mispredicted=False)
+    assert not learner.iteration_over(trace, 0, whole=True, pressed=False, mispredicted=False)
     return learner, later

@@ -79,7 +79,7 @@ Program = Mapping[str, int]  # sites in the order in which they are saved, with 
 
 
 def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None, overflow: int = 0) -> bool:
-    """One period as the hooks make it, with backward in reverse; whether there are new plans."""
+    """One iteration as the hooks make it, with backward in reverse; whether there are new plans."""
     mover, actions = rig.mover, dict(rig.mover.actions())
     graph: list[tuple[Moved | Stay, torch.Tensor]] = []
     for number, (key, nbytes) in enumerate(program.items()):
@@ -108,7 +108,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None,
             assert torch.equal(rig.restore(packed), tensor)
         del packed, tensor
         check()
-    return mover.end_period(whole=True, overflow=overflow)
+    return mover.end_iteration(whole=True, overflow=overflow)
 
 
 def layers(count: int, nbytes: int = MiB, name: str = "layer") -> Program:

@@ -68,7 +68,7 @@ def _check_steps(step: Mapping[str, Any]) -> None:
 
 
 def _check_settled(stats: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """What is told of the periods under the last plan is told of the same lanes and causes."""
+    """What is told of the iterations under the last plan is told of the same lanes and causes."""
     if stats.get("settled") is None:
         return
     settled = record(stats["settled"], "settled")

@@ -1,4 +1,4 @@
-// Which bytes of which storages a period has saved so far: what has been saved before is not saved again.
+// Which bytes of which storages an iteration has saved so far: what has been saved before is not saved again.
 //
 // A storage is known by the address of its C++ object for as long as a weak reference to it is held: the reference
 // keeps that address, not the memory, from being used again. The address of the *data* is no key: a freed storage's
@@ -25,7 +25,7 @@ namespace {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// Storages; a period without backward (an evaluation that forgot `no_grad`) must not grow for ever.
+// Storages; an iteration without backward (an evaluation that forgot `no_grad`) must not grow for ever.
 constexpr size_t kSweep = 4096;
 // Entries of one storage that are looked at: of thousands of slices each would look at all before it.
 constexpr int kNear = 64;

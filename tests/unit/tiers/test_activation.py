@@ -87,7 +87,7 @@ def test_a_program_prints_the_same_losses_and_moves(run: Path) -> None:
 
 
 def test_with_keep_nothing_moves(tmp_path: Path) -> None:
-    """Nor while the first periods are recorded, which would have the allocator see another program."""
+    """Nor while the first iterations are recorded, which would have the allocator see another program."""
     done = tiered(TRAIN, TIERS_POLICY="keep", TIERS_HBM=SMALL, TIERS_RUN=tmp_path)
     assert done.returncode == 0, done.stderr
     assert stats_of(tmp_path)["periods"] == 6

@@ -137,7 +137,7 @@ def test_what_cannot_be_sent_is_done_in_a_thread() -> None:
 
 
 def test_what_nobody_waits_for_any_more_is_not_computed_any_more(caplog: pytest.LogCaptureFixture) -> None:
-    """A program of ever new kinds of periods had twenty planners at a time, whose plans nobody took."""
+    """A program of ever new kinds of iterations had twenty planners at a time, whose plans nobody took."""
     plan = in_background(partial(time.sleep, 60.0))
     begin = time.monotonic()
     while not planners():

@@ -40,11 +40,11 @@ def learner(cache: Kept, links: Links = PCIE_GEN5) -> Learner:
 
 
 def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = STATIC, beyond: int = 0) -> bool:
-    """A period as it was predicted."""
+    """An iteration as it was predicted."""
     (predicted,) = of.predictions or (None,)
     iteration_time = None if predicted is None else IterationTime(predicted.seconds, predicted.stalls)
     peak = 0 if predicted is None else predicted.peak["hbm"] + beyond
-    return of.period_over(
+    return of.iteration_over(
         trace,
         peak,
         whole=whole,
@@ -55,15 +55,15 @@ def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = 
     )
 
 
-def run(cache: Kept, trace: Trace = MODEL, periods: int = 20) -> Learner:
-    """A run that records what it is asked to; what its optimizer makes is there from the second period on."""
+def run(cache: Kept, trace: Trace = MODEL, iterations: int = 20) -> Learner:
+    """A run that records what it is asked to; what its optimizer makes is there from the second iteration on."""
     of = learner(cache)
-    for period in range(periods):
-        over(of, trace if of.records_next else None, whole=period > 0)
+    for iteration in range(iterations):
+        over(of, trace if of.records_next else None, whole=iteration > 0)
     return of
 
 
-def test_a_program_begins_its_second_period_with_the_plans_of_its_last_run() -> None:
+def test_a_program_begins_its_second_iteration_with_the_plans_of_its_last_run() -> None:
     cache = Kept()
     first = run(cache)
     assert cache.files
@@ -78,7 +78,7 @@ def test_those_plans_hold_as_long_as_they_mispredict_nothing() -> None:
     cache = Kept()
     run(cache)
     again = learner(cache)
-    changed = [over(again, MODEL if again.records_next else None, whole=period > 0) for period in range(30)]
+    changed = [over(again, MODEL if again.records_next else None, whole=iteration > 0) for iteration in range(30)]
     assert changed == [True] + [False] * 29
     assert again.settled and not again.records_next
 
@@ -168,7 +168,7 @@ def test_a_plan_is_kept_with_what_it_was_made_for_alone() -> None:
     over(of, MODEL)
     fails[0] = True
     for _ in range(5):
-        of.period_over(None, TARGET, whole=True, pressed=False, mispredicted=True, static=lambda: STATIC)
+        of.iteration_over(None, TARGET, whole=True, pressed=False, mispredicted=True, static=lambda: STATIC)
     larger = replace(MODEL, sites=tuple(replace(site, nbytes=site.nbytes + 512) for site in MODEL.sites), recipes={})
     while of.records_next:
         over(of, larger)
@@ -179,7 +179,7 @@ def test_a_plan_is_kept_with_what_it_was_made_for_alone() -> None:
 
 def test_what_was_not_borne_out_is_not_kept() -> None:
     cache = Kept()
-    run(cache, periods=4)
+    run(cache, iterations=4)
     assert not cache.files
 
 

@@ -1,4 +1,4 @@
-"""Which periods are recorded, and which of them count as one kind."""
+"""Which iterations are recorded, and which of them count as one kind."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch_tiers.migrator.model.trace import Trace
 
 
 def layers(sizes: dict[str, int]) -> Trace:
-    """A period that saves so many MiB at each site."""
+    """An iteration that saves so many MiB at each site."""
     trace = chain([nbytes * MiB for nbytes in sizes.values()])
     sites = tuple(replace(site, key=key) for site, key in zip(trace.sites, sizes, strict=True))
     return replace(trace, sites=sites)
 
 
-def recorded(recordings: Recordings, periods: int, trace: Trace) -> int:
-    """How many of so many periods, each of which the plans mispredict, are recorded."""
+def recorded(recordings: Recordings, iterations: int, trace: Trace) -> int:
+    """How many of so many iterations, each of which the plans mispredict, are recorded."""
     count = 0
-    for period in range(2, 2 + periods):
+    for iteration in range(2, 2 + iterations):
         if recordings.due:
             count += 1
-            recordings.add(trace, period)
+            recordings.add(trace, iteration)
         else:
-            recordings.pass_by(period, mispredicted=True)
+            recordings.pass_by(iteration, mispredicted=True)
     return count
 
 
-def test_periods_that_share_most_of_their_bytes_are_of_one_kind() -> None:
+def test_iterations_that_share_most_of_their_bytes_are_of_one_kind() -> None:
     usual = layers({f"expert{k}:0": 10 for k in range(16)})
     one_expert_less = layers({f"expert{k}:0": 10 for k in range(15)})
     half = layers({f"expert{k}:0": 10 for k in range(8)})
@@ -42,12 +42,12 @@ def test_periods_that_share_most_of_their_bytes_are_of_one_kind() -> None:
     assert not are_of_one_kind(usual, half) and not are_of_one_kind(half, usual)
 
 
-def test_of_one_kind_the_largest_period_is_kept() -> None:
+def test_of_one_kind_the_largest_iteration_is_kept() -> None:
     small, large = layers({"a:0": 1, "b:0": 2}), layers({"a:0": 2, "b:0": 2})
     for order in ((small, large), (large, small)):
         recordings = Recordings(2)
-        for period, trace in enumerate(order):
-            recordings.add(trace, period)
+        for iteration, trace in enumerate(order):
+            recordings.add(trace, iteration)
         assert recordings.traces == (large,)
 
 
@@ -59,8 +59,10 @@ def test_other_kinds_are_kept_beside_it() -> None:
     assert recordings.traces == (training, generator)
 
 
-@pytest.mark.parametrize(("periods", "most"), [(30, 4), (150, 8), (700, 16)])
-def test_a_program_that_is_mispredicted_in_every_period_is_recorded_ever_more_rarely(periods: int, most: int) -> None:
+@pytest.mark.parametrize(("iterations", "most"), [(30, 4), (150, 8), (700, 16)])
+def test_a_program_that_is_mispredicted_in_every_iteration_is_recorded_ever_more_rarely(
+    iterations: int, most: int
+) -> None:
     recordings = Recordings(1)
     recordings.add(layers({"a:0": 1}), 1)
-    assert 4 <= recorded(recordings, periods, layers({"b:0": 1})) <= most
+    assert 4 <= recorded(recordings, iterations, layers({"b:0": 1})) <= most

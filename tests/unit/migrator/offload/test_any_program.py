@@ -102,12 +102,12 @@ def test_any_program_gets_back_what_it_saved(on_disk: bool, tmp_path: Path, seed
         if rng.random() < 0.2:  # an exception: this graph dies without a backward
             for tensor in held:
                 tensor.die()
-        elif rng.random() < 0.2:  # two losses: this graph waits for the next period
+        elif rng.random() < 0.2:  # two losses: this graph waits for the next iteration
             kept.extend(held)
         else:
             backward(rig.engine, rng, kept + held)
             kept = []
-        rig.engine.end_period()
+        rig.engine.end_iteration()
         assert rig.engine.resident >= 0
     for tensor in kept:
         assert torch.equal(tensor.use(), tensor.expected)

@@ -29,7 +29,7 @@ def test_once_a_program_turns_out_not_to_fit_all_that_it_saves_goes() -> None:
     assert rig.out.copies == len(kept)
     assert rig.engine.resident <= rig.mover.filling.room == 8 * MiB
     assert not any(rig.restore(moved).any() for moved in kept)
-    rig.mover.end_period(whole=True)
+    rig.mover.end_iteration(whole=True)
     assert rig.mover.take_news(), (
         "what stayed so far may be unmapped: 3.6 times of what was alive was, in the next step"
     )
@@ -115,7 +115,7 @@ def test_a_plan_by_which_everything_stays_as_it_did_is_no_news(budget: int, *, n
     rig.close()
 
 
-def test_a_plan_by_which_everything_stays_is_news_where_a_period_before_it_moved() -> None:
+def test_a_plan_by_which_everything_stays_is_news_where_an_iteration_before_it_moved() -> None:
     """What the allocator has laid out for that one is of no use any more."""
     rig = Rig(budget=64 * MiB, policy="auto", recordings=3, spills=True)
     rig.mover._expect_too_much()

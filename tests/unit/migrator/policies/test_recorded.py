@@ -1,4 +1,4 @@
-"""Policies on periods that were recorded on an H200 while the program ran under a budget (tests/data/traces)."""
+"""Policies on iterations that were recorded on an H200 while the program ran under a budget (tests/data/traces)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recorded(name: str) -> Trace:
 
 @cache
 def by_auto(name: str, gib: float, links: Links = PCIE_GEN5) -> Plan:
-    """What `auto` plans for a recorded period: several tests look at the same."""
+    """What `auto` plans for a recorded iteration: several tests look at the same."""
     return POLICIES["auto"](recorded(name), int(gib * GiB), links)
 
 

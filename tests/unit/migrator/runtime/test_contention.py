@@ -99,7 +99,7 @@ class ScriptedLane:
 
 
 class Late:
-    """A watch that answers as its thread does at worst: a period later."""
+    """A watch that answers as its thread does at worst: an iteration later."""
 
     def __init__(self, link: Link) -> None:
         calibration = Calibration()
@@ -109,7 +109,7 @@ class Late:
     def clock(self) -> float:
         return self.link.now
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         last = self.watch.response
         self.watch.feed(transfers, moved)
         self.watch.tick()
@@ -245,14 +245,14 @@ def test_what_changed_is_said_once_with_the_numbers(caplog: pytest.LogCaptureFix
 
 
 def test_the_training_thread_hardly_notices() -> None:
-    """Half a percent of a step of a hundred milliseconds is 500 us; a period of two full lanes is handed over."""
+    """Half a percent of a step of a hundred milliseconds is 500 us; an iteration of two full lanes is handed over."""
     calibration = Calibration()
     monitor = Monitor(Watch(lambda: Choice((), {}), Copies(calibration), Judge(calibration)))
     transfers = [Transfer(lane, 64 * MiB, k, k + 0.5) for lane in ("d2h", "h2d") for k in range(32)]
     times = []
     for _ in range(300):
         start = perf_counter()
-        monitor.period_over(transfers, {"d2h": 0, "h2d": 0})
+        monitor.iteration_over(transfers, {"d2h": 0, "h2d": 0})
         times.append(perf_counter() - start)
     monitor.close()
     assert median(times) < 500e-6

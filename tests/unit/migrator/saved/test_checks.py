@@ -91,7 +91,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
             looked.look(f"net:{number}", torch.ones(16), made, mock.Mock())  # type: ignore[arg-type]
             checked[number] += len(counted) - before
         clock.now += 0.1
-        assert not looked.period_over()
+        assert not looked.iteration_over()
     assert 1e-3 * len(counted) <= checks.PART * clock.now + 1e-3
     assert min(checked) > 0.9 * max(checked) > 100
 
@@ -104,22 +104,22 @@ def test_nothing_is_made_where_there_is_no_room_for_it(monkeypatch: pytest.Monke
         monkeypatch.setattr(compute, "allocated", lambda: allocated)  # noqa: B023
         for _ in range(3):
             looked.look("net:0", torch.ones(16), PlannedIteration(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
-            looked.period_over()
+            looked.iteration_over()
         assert bool(counted) == runs
 
 
-def test_where_periods_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_iterations_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second backward saves something else, as of a GAN: only the first site was ever looked at."""
     monkeypatch.setattr(checks, "PART", 1e9)
     clock, counted = mock.Mock(now=0.0), list[int]()
     looked, checked = Checks(HostCompute(Counters()), 0), set[str]()
     looked.on = True
-    for period in range(40):
-        for key in ("a:0", "a:1", "a:2", "a:3") if period % 2 else ("b:0",):
+    for iteration in range(40):
+        for key in ("a:0", "a:1", "a:2", "a:3") if iteration % 2 else ("b:0",):
             before = len(counted)
             looked.look(key, torch.ones(16), PlannedIteration(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
             checked |= {key} if len(counted) > before else set()
-        looked.period_over()
+        looked.iteration_over()
     assert checked == {"a:0", "a:1", "a:2", "a:3", "b:0"}
 
 
@@ -130,5 +130,5 @@ def test_a_check_does_not_depend_on_the_program_s_default_device(monkeypatch: py
         made = PlannedIteration([], 0.0, mock.Mock(now=0.0))
         monkeypatch.setattr(made.replay, "run", lambda values: [torch.ones(16, device="cpu")])
         looked.look("net:0", torch.ones(16, device="cpu"), made, mock.Mock())  # type: ignore[arg-type]
-        assert not looked.period_over()
+        assert not looked.iteration_over()
     assert not looked.differing

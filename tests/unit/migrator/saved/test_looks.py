@@ -78,7 +78,7 @@ def test_what_it_trains_after_that_is_recorded_and_planned(session: Session, mod
     assert mover_of(session).learner.plans
 
 
-def test_a_program_all_of_whose_periods_begin_with_looks_has_plans(session: Session, model: nn.Module) -> None:
+def test_a_program_all_of_whose_iterations_begin_with_looks_has_plans(session: Session, model: nn.Module) -> None:
     for _ in range(UNRECORDED + 6):
         look(model, LOOKS + 4)
         train(model, 1)

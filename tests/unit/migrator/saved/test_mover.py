@@ -17,7 +17,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, GiB, KiB, MiB
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.recordings import PERIODS_AFTER_MISPREDICTION
+from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links, usable
 from torch_tiers.migrator.model.plan import PageGroup, Plan
 from torch_tiers.migrator.offload import filling
@@ -163,7 +163,7 @@ def test_tensors_of_two_streams_travel_apart(rig: Rig) -> None:
 
 
 def test_groups_that_are_complete_at_one_position_do_not_end_one_another() -> None:
-    """All of them come there; the second opened its group anew, which was never full, in every period."""
+    """All of them come there; the second opened its group anew, which was never full, in every iteration."""
     rig = Rig(dram=8 * MiB)
     one, other = group("a:0", "in:0", last_birth=2), group("b:0", "in:1", last_birth=2)
     (first, again), (second, and_again) = rig.planned(one, other)
@@ -206,11 +206,11 @@ def test_the_next_plan_moves_no_more_than_was_granted(monkeypatch: pytest.Monkey
     rig.close()
 
 
-def test_a_period_that_was_granted_less_does_not_correct_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_that_was_granted_less_does_not_correct_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had no room below lies in HBM, for which the next plans would have left room."""
     rig = Rig(dram=PAGE, budget=8 * MiB, policy="move")
     learned = []
-    monkeypatch.setattr(Feedback, "period_over", lambda *given, **more: learned.append(given))
+    monkeypatch.setattr(Feedback, "iteration_over", lambda *given, **more: learned.append(given))
     for _ in range(4):
         run(rig, layers(6, 2 * MiB))
     assert not learned and rig.mover.recorder is None
@@ -365,10 +365,10 @@ def test_what_is_asked_for_twice_comes_back_twice(rig: Rig) -> None:
         assert torch.equal(rig.restore(packed), x)
 
 
-# ----------------------------------------------------------------------------------------------- periods
+# ----------------------------------------------------------------------------------------------- iterations
 
 
-def test_the_first_period_is_learned_from(rig: Rig) -> None:
+def test_the_first_iteration_is_learned_from(rig: Rig) -> None:
     assert run(rig, layers(10))
     assert {key for key, action in rig.mover.actions() if isinstance(action, Go)} == set(layers(10))
     assert rig.mover.recorder is None
@@ -386,7 +386,7 @@ def test_within_a_capture_nothing_is_collected(rig: Rig, monkeypatch: pytest.Mon
     assert not rig.mover.engine.dead
 
 
-def test_what_was_cached_for_trials_is_given_back_after_recorded_periods_alone(rig: Rig) -> None:
+def test_what_was_cached_for_trials_is_given_back_after_recorded_iterations_alone(rig: Rig) -> None:
     for recorded in (1, 1, 1):
         run(rig, layers(4))
         assert rig.compute.tidied == recorded
@@ -404,21 +404,21 @@ def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Ri
 
 
 def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as while the faster of two is found: each has to be told what its periods take."""
+    """Such as while the faster of two is found: each has to be told what its iterations take."""
     monkeypatch.setattr(Learner, "settled", False)
     for _ in range(2 * CLOSELY):
         run(rig, layers(2))
     assert rig.compute.stands_for == [1] * 2 * CLOSELY
 
 
-def test_the_device_is_held_back_in_the_last_of_the_periods_that_are_recorded_in_a_row() -> None:
+def test_the_device_is_held_back_in_the_last_of_the_iterations_that_are_recorded_in_a_row() -> None:
     rig = Rig(recordings=3)
     for _ in range(4):
         run(rig, layers(2))
     assert rig.compute.held == [False, False, True]
-    for _ in range(1 + PERIODS_AFTER_MISPREDICTION):
+    for _ in range(1 + ITERATIONS_AFTER_MISPREDICTION):
         run(rig, layers(3))  # which the plan mispredicts, and so recorded
-    assert rig.compute.held[3:] == [False] * (PERIODS_AFTER_MISPREDICTION - 1) + [True]
+    assert rig.compute.held[3:] == [False] * (ITERATIONS_AFTER_MISPREDICTION - 1) + [True]
     rig.close()
 
 
@@ -432,14 +432,14 @@ def test_what_begins_again_is_not_held_back() -> None:
     rig.close()
 
 
-def test_a_planned_period_leaves_nothing_behind(rig: Rig) -> None:
+def test_a_planned_iteration_leaves_nothing_behind(rig: Rig) -> None:
     for _ in range(3):
         run(rig, layers(10))
         rig.engine.collect()
         assert (rig.engine.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
 
 
-def test_a_planned_period_stays_within_its_limit() -> None:
+def test_a_planned_iteration_stays_within_its_limit() -> None:
     rig = Rig(budget=24 * MiB, policy="flashneuron")
     run(rig, layers(40))
     peaks: list[int] = []
@@ -477,7 +477,7 @@ def test_a_considerable_part_that_no_longer_comes_starts_recording_again(rig: Ri
     assert (rig.mover.recorder is not None) == recorded
 
 
-def test_a_known_kind_of_period_is_no_misprediction(rig: Rig) -> None:
+def test_a_known_kind_of_iteration_is_no_misprediction(rig: Rig) -> None:
     one, other = layers(10, name="generator"), layers(6, name="discriminator")
     for _ in range(8):
         run(rig, one)
@@ -496,7 +496,7 @@ def test_a_group_that_left_under_pressure_is_no_misprediction(rig: Rig) -> None:
 def test_while_recording_what_stays_enters_as_it_leaves() -> None:
     rig = Rig(budget=64 * MiB, policy="flashneuron")
     run(rig, layers(10))
-    run(rig, layers(12))  # mispredicted: the next periods are recorded
+    run(rig, layers(12))  # mispredicted: the next iterations are recorded
     seen: list[int] = []
     run(rig, layers(12), check=lambda: seen.append(rig.engine.resident))
     assert min(seen) >= 0
@@ -515,7 +515,7 @@ def test_a_forward_that_raised_is_not_counted(rig: Rig) -> None:
     assert [site.key for site in trace.sites] == list(layers(10))
 
 
-def test_a_graph_that_outlives_its_period_is_whole(rig: Rig) -> None:
+def test_a_graph_that_outlives_its_iteration_is_whole(rig: Rig) -> None:
     x = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     early = rig.save("other:0", tensor=x)
     run(rig, layers(10))
@@ -531,7 +531,7 @@ def test_a_graph_that_outlives_its_period_is_whole(rig: Rig) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("on_disk", [False, True], ids=["dram", "nvme"])
 def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_path: Path, seed: int) -> None:
-    """Kinds of periods alternate at random, sizes change, sites come and go; some forwards end in an exception."""
+    """Kinds of iterations alternate at random, sizes change, sites come and go; some forwards end in an exception."""
     rng, counters = Random(seed), Counters()
     rig = Rig.__new__(Rig)
     rig.arena = DramArena(8 * PAGE if on_disk else 64 * MiB, pinned=False)

@@ -420,7 +420,7 @@ def test_nothing_leaks_and_cycles_are_collected(tensors: HookTensors) -> None:
     group.members = [known.saved]
     claim, record = Group(), Group()
     entry: Any = tensors.Moved(x, group, known.saved, claim, None, record)
-    record.members = [entry]  # a replay of the period that is recorded
+    record.members = [entry]  # a replay of the iteration that is recorded
     dead = [weakref.ref(one) for one in (group, claim, record, entry, x.untyped_storage())]
     del group, x, storages, known, claim, record, entry
     gc.collect()

@@ -184,7 +184,7 @@ def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
     assert meter.finish(0, [0, 60]).others == (100, 40)
 
 
-def test_the_device_is_held_back_before_the_period_begins() -> None:
+def test_the_device_is_held_back_before_the_iteration_begins() -> None:
     compute = FakeCompute()
     CudaMeter(compute, held=True)  # type: ignore[arg-type]
     assert compute.stream_has == [f"hold up {HOLD} s", "mark"]

@@ -46,7 +46,7 @@ def seen_by_the_program() -> int:
     return int(peaks._stats()["allocated_bytes"]["all"]["peak"])
 
 
-def test_parts_tell_peaks_of_their_own_and_the_period_its_highest(allocator: Allocator) -> None:
+def test_parts_tell_peaks_of_their_own_and_the_iteration_its_highest(allocator: Allocator) -> None:
     of_device = peaks.PeaksOfPyTorch(DEVICE)
     of_device.restart()
     taken = []
@@ -96,7 +96,7 @@ def test_what_there_was_at_restarts_is_looked_through_when_somebody_asks(
 
 
 def test_what_nobody_asks_for_does_not_pile_up(allocator: Allocator) -> None:
-    """In a planned period no peak is taken, and a program may never ask for its peaks."""
+    """In a planned iteration no peak is taken, and a program may never ask for its peaks."""
     of_device = peaks.PeaksOfPyTorch(DEVICE)
     allocator.use(20)
     allocator.use(-20)

@@ -59,7 +59,7 @@ def test_what_the_device_idles_while_the_host_waits_for_a_thread_is_a_stall_of_t
     assert took.stalls["gds_read"] >= LATE / 2 and compute.held == [event]
 
 
-def test_it_is_left_out_of_what_a_recorded_period_takes(compute: Any) -> None:
+def test_it_is_left_out_of_what_a_recorded_iteration_takes(compute: Any) -> None:
     compute.waited = []
     compute.wait(promised(Mark()), "gds_read", 1)
     ((reached, on),) = compute.waited
