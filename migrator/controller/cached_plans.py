@@ -1,8 +1,8 @@
-"""What was learned of a program, for the next run of it to begin with. Pure.
+"""The plans, traces and corrections of one run of a program, for its next run to begin with. Pure.
 
 Two runs are of the same program if they save as many bytes at the same sites, in the same order, and as much lies in
-HBM between two iterations, such as an optimizer's state. They have the same plan where links and the tiers below are
-alike. What can be recomputed is none of it: each run sees for itself whether the bits are the same.
+HBM between two iterations, such as an optimizer's state. They have the same plan if links and the tiers below are
+alike. Whether a tensor can be recomputed is not cached: each run verifies that the bits are the same.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ KINDS = 8  # of iterations, at most
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """What was found of recorded times, of the budget and of the links; see `Feedback`.
+    """Corrections of recorded times, of the budget and of the links; see `Feedback`.
 
     Attributes
     ----------
     budget : int
-        What is added to it, in bytes.
+        Bytes added to the budget.
     pace, host_pace : float
-        What the program's times on the device, and those of the host, are multiplied by.
+        Factors for the program's times on the device and on the host.
     hooks : float
-        Seconds that hooks keep the host in an iteration, under any plan.
+        Seconds that the hooks take the host in an iteration, under any plan.
     issuing : float
-        Seconds of the host's for the program, as they were recorded.
+        The host's seconds for the program, as recorded.
     joins : bool
         Whether the host waits for the device between two iterations.
     calls : Calls
-        What a plan costs the host.
+        Host costs of a plan's parts.
     parts : dict
-        Of what the links are taken to give, by lane: what is left of it.
+        Factors for the assumed bandwidths, by lane.
     """
 
     budget: int = 0
@@ -60,12 +60,12 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class CachedPlans:
-    """A plan for each kind of iteration, the trace that it is for, as it was recorded, and what was found since.
+    """A plan for each kind of iteration, with its trace as recorded, and the corrections since.
 
     Attributes
     ----------
     links : Links
-        What the lanes were taken to give, before any correction.
+        The assumed bandwidths, before any correction.
     static : int
         Bytes in use between two iterations.
     """
@@ -77,7 +77,7 @@ class CachedPlans:
     static: int
 
     def holds_for(self, links: Links, static: int, tolerance: int) -> bool:
-        """Whether it can be begun with where there are these links, and `static` bytes within the `tolerance`."""
+        """Return whether they apply to these links, with `static` bytes in use within the `tolerance`."""
         if abs(static - self.static) > tolerance or any(
             abs(getattr(links, lane) - getattr(self.links, lane)) > WORSE * getattr(self.links, lane) for lane in LANES
         ):
@@ -88,7 +88,7 @@ class CachedPlans:
         return now == then
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         data = {
             "format": FORMAT,
             "traces": [trace.to_json() for trace in self.traces],
@@ -125,17 +125,17 @@ class CachedPlans:
 
 
 class PlanCache(Protocol):
-    """Keeps what was learned from one run of a program to the next."""
+    """Keeps plans from one run of a program to the next."""
 
     def find(self, sites: Sequence[Site]) -> CachedPlans | None:
-        """What was kept of a program that has such an iteration."""
+        """Return the plans of a program that has such an iteration; None if there are none."""
 
     def store(self, plans: CachedPlans) -> None:
-        """Keep it, for programs that have any of its iterations."""
+        """Keep plans for programs that have any of their iterations."""
 
 
 def fingerprint(sites: Sequence[Site], *context: object) -> str:
-    """Tells a program by the sites of one of its iterations, on a machine and with a budget that `context` tells."""
+    """Return a hash of the sites of an iteration, and of the machine and budget that `context` names."""
     told = xxhash.xxh3_128()
     for one in context:
         told.update(f"{one!r}\n".encode())

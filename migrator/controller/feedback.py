@@ -1,23 +1,20 @@
-"""Feedback: what measured iterations say about the budget to plan for, about recorded times, and about the links.
+"""Corrects the budget, the recorded times and the bandwidths that plans are made with, by measured iterations.
 
-- A peak above the target comes off the budget at once. One below the prediction comes on by halves, but never past a
-  ceiling: a budget that was found too large. Where nothing tells what else lies in HBM, and so no peak is predicted,
-  the room for saved tensors grows by half of what the peak lies below the target: one more byte of room raises the peak
-  by one byte at most.
-- An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is
-  not in it. So did one that had to put something elsewhere, iteration after iteration; that comes off the budget for as
-  long as it makes it less.
-- A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
-  that, lanes only ever become slower.
-- What an iteration takes the host, without what was our own work, is the most that its own work can be: recorded, the
-  host works with cold caches and on memory that is asked for anew. Our own work is counted as it is.
-- What an iteration takes without its waits says by how much recorded times are too long, or a little too short. Too
-  long is believed as soon as two iterations agree, as nothing makes an iteration shorter than it is, or half of several
-  are shorter; too short only if none of several was as short as predicted, as hosts that others use change their speed
-  by two within seconds. What was borne out is not corrected for the sake of others who need the memory bus, or the
-  cores.
+- A peak above the target reduces the budget at once. A peak below the prediction raises it by halves, but never past a
+  ceiling: a budget that was found too large. If no peak is predicted, because the rest of HBM was not measured, the
+  room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
+  most.
+- An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
+  put something elsewhere, iteration after iteration; that reduces the budget as long as it helps.
+- A lane that compute waited for longer than predicted is slower than assumed. Lanes are only corrected downwards.
+- The host time of an iteration, without our own work, is an upper bound of the program's own: while it is recorded, the
+  host has cold caches and maps new memory. Our own work is counted as it is.
+- The time of an iteration without its waits shows by how much recorded times are too long, or a little too short. Too
+  long is believed as soon as two iterations agree, as nothing makes an iteration shorter than it is, or if half of
+  several are shorter. Too short is believed only if none of several was as short as predicted, as shared hosts change
+  their speed by two within seconds. A confirmed pace is not corrected while others use the memory bus or the cores.
 
-It settles: each of these is corrected a few times only.
+Each correction is made a few times only, so planning ends.
 """
 
 from __future__ import annotations
@@ -59,14 +56,14 @@ WORTH = 0.08  # of the target: what a growth must bring
 
 
 class Feedback:
-    """Corrections to what the policy is given.
+    """The corrections to what the policy receives.
 
     Parameters
     ----------
     target : int
         The peak to aim for, in bytes.
     given : Links
-        What the lanes are taken to give before any correction.
+        The assumed bandwidths before any correction.
     """
 
     def __init__(self, target: int, given: Links) -> None:
@@ -98,7 +95,7 @@ class Feedback:
         self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 
     def __str__(self) -> str:
-        """What is corrected by how much, for a log."""
+        """Describe the corrections, for a log."""
         lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
         host = ""
@@ -109,45 +106,45 @@ class Feedback:
 
     @property
     def settled(self) -> bool:
-        """Whether the present plans were borne out: as many iteration times came as may correct them, and none did.
+        """Return whether the present plans were confirmed: enough iteration times came to correct them, and none did.
 
-        Where no times come (no GPU, several kinds of iterations, several threads) some iterations do instead.
+        Without such times (no GPU, several kinds of iterations, several threads) a number of iterations suffices.
         """
         return len(self._times) == SURE or self._under >= UNTIMED
 
     def note(self, time: IterationTime) -> None:
-        """Take note of what an iteration under the present plans took, which need not correct anything."""
+        """Take note of the time of an iteration under the present plans, which need not correct anything."""
         self._took = [*self._took[1 - SURE :], time.seconds]
 
     @property
     def took(self) -> float | None:
-        """Seconds of an iteration under the present plans, of the last ones that in the middle; None of too few."""
+        """Return the median time of the last iterations under the present plans, in seconds; None of too few."""
         return sorted(self._took)[len(self._took) // 2] if len(self._took) >= HOSTS else None
 
     @property
     def links(self) -> Links:
-        """What the lanes are taken to give, and plans to cost the host, corrected."""
+        """Return the bandwidths and the host costs of plans, corrected."""
         return self.given.scaled(self._parts).with_calls(self.calls)
 
     def corrected(self, trace: Trace) -> Trace:
-        """What was recorded, as it is taken to be."""
+        """Return a trace with corrected times."""
         return with_host(at_pace(trace, self.pace), self.host_pace, self.hooks, joins=self.joins)
 
     @property
     def corrections(self) -> Corrections:
-        """What was found so far, for the next run of the program."""
+        """Return the corrections so far, for the next run of the program."""
         pace = (self.pace, self.host_pace, self.hooks, self._issuing)
         return Corrections(self.correction, *pace, self.joins, self.calls, dict(self._parts))
 
     def resume(self, found: Corrections) -> None:
-        """Begin with what an earlier run of the program found; iterations and the host may correct it once more."""
+        """Begin with the corrections of an earlier run; iteration and host times may correct them once more."""
         self.correction, self.pace, self.host_pace = found.budget, found.pace, found.host_pace
         self.hooks, self._issuing, self.joins, self.calls = found.hooks, found.issuing, found.joins, found.calls
         self._parts = self._parts_alone = found.parts
         self._looks = self._host_looks = LOOKS
 
     def under(self, given: Links) -> Feedback:
-        """The same corrections, to other links; what is found of those is not held against these."""
+        """Return the same corrections for other links; what is measured under those does not correct these."""
         other = copy(self)
         other.given = given
         # Of what iterations took beside others nothing is borne out without them, nor the other way round.
@@ -158,22 +155,22 @@ class Feedback:
         return other
 
     def adopted(self) -> None:
-        """The plans changed: what the allocator caches will have to change, too."""
+        """Take note that the plans changed, and with them what the allocator caches."""
         self._under = self._presses = self._spills = self._highest = 0
         self._took.clear()
         self._times.clear()
         self._hosts.clear()
 
     def stayed(self) -> None:
-        """The plans are the same by what was corrected: what iterations say of that is told by those to come."""
+        """Take note that the plans stay after a correction; later iterations will tell whether it was right."""
         self._under = self._highest = 0
 
     def rearranged(self) -> None:
-        """Memory is asked for in another order: what the allocator caches will have to change, as under new plans."""
+        """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
         self._under = self._presses = self._spills = 0
 
     def news(self) -> None:
-        """What was recorded changed: whatever the pace was found to be, it was another recording's."""
+        """Take note of a new trace: the corrections of times belong to the one before."""
         self.pace, self._borne_out = 1.0, False
         self.host_pace, self.hooks, self.joins, self._host_looks = 1.0, 0.0, False, 0
         self._times.clear()
@@ -229,15 +226,15 @@ class Feedback:
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
-        """Whether it is still to be seen what the program takes the host: a recording makes that long."""
+        """Return whether the program's host time is still to be measured; a recording overstates it."""
         due = self._host_looks <= LOOKS and len(self._hosts) < HOSTS
         return due and bool(predicted.issuing) and not self.given.contended
 
     def host(self, host: HostTime, plan: Plan, predicted: Simulated) -> bool:
-        """Take in what an iteration under a plan took the host; whether what it is taken to need changed.
+        """Take in the host time of an iteration under a plan; return whether the assumed host time changed.
 
-        The least of a few iterations, and of those under the plans before: what makes one longer is a wait for the
-        device, or for others. Once for each plan.
+        The least of a few iterations counts, and of those under earlier plans: an iteration is longer if the host
+        waited for the device, or for others. This is done once for each plan.
         """
         if self._under < SETTLING or not self._awaits_host(predicted):
             return False
@@ -258,13 +255,13 @@ class Feedback:
         return abs(now - foreseen) > OFF_PACE * predicted.seconds
 
     def _host_seconds(self, predicted: Simulated) -> float:
-        """What an iteration is predicted to take the host."""
+        """Return the predicted host time of an iteration."""
         return predicted.issuing + predicted.calls + self.hooks
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
     ) -> bool:
-        """Take in an iteration's peak; whether the correction changed.
+        """Take in the peak of an iteration; return whether the correction changed.
 
         Parameters
         ----------
@@ -275,7 +272,7 @@ class Feedback:
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
         may_grow : bool
-            Whether the plan would make use of more.
+            Whether the plan would use a larger budget.
         overflow : int
             Bytes that the allocator had to put elsewhere, as HBM was full.
         """
@@ -318,21 +315,20 @@ class Feedback:
         return self.correction != before
 
     def iteration(self, time: IterationTime, predicted: Simulated, *, believed: bool = True) -> bool:
-        """Take in what an iteration took; whether the pace or the links changed, which takes that it is `believed`.
+        """Take in the time of an iteration; return whether the pace or the links changed.
 
-        Not while the host's time is to be corrected: what is short because the host is quicker than was recorded would
-        be taken for a quicker device.
+        They change only if the time is `believed`. It is not while the host's time is to be corrected: an iteration
+        that is short because the host is faster than recorded would pass for a faster device.
 
-        What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
-        while it is late now and then in recorded iterations, and always in a program of small kernels. It is never
-        early there, so that an iteration was shorter than predicted is believed as soon as two agree; on a host so
-        uneven that no two do, the median of eight. But while an iteration is recorded the device waits for lanes half
-        of the time: at its power limit it is up to a tenth slower when it does not. Then every iteration takes longer.
-        The host, too, may make some of them longer: so that is believed only if of eight not one was shorter. What
-        takes longer still has another cause.
+        Compute time without its waits is the program's own. Under a plan the host stays ahead of the device, while it
+        is late now and then in recorded iterations, and always in a program of small kernels. It is never early there,
+        so an iteration shorter than predicted is believed as soon as two agree; on a host so uneven that no two do, the
+        median of eight is. But while an iteration is recorded the device waits for lanes half of the time. At its power
+        limit it is up to a tenth slower without these waits, in every iteration. The host, too, may make some of them
+        longer. So longer times are believed only if of eight not one was shorter. Even longer times have another cause.
 
-        Beside others who need the memory bus, or the cores, times tell of these others. A pace that was borne out
-        before them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
+        While others use the memory bus or the cores, times show their load. A pace that was confirmed before stays:
+        otherwise plans would be made anew whenever a load comes, which takes seconds on busy cores.
         """
         if self._under < SETTLING:
             return False
@@ -343,7 +339,7 @@ class Feedback:
         return changed
 
     def _look(self, predicted: Simulated) -> bool:
-        """Have the times so far correct the pace, or the links; whether they did."""
+        """Correct the pace or the links by the times so far; return whether that was done."""
         # Once more the pace alone, by more iterations: better plans do not wait, and so the looks before were at the
         # first iterations under theirs. On a slow host those are long, and what two of them agree on is still too long.
         last = self._looks == LOOKS
@@ -373,7 +369,7 @@ class Feedback:
         return True
 
     def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:
-        """Take in for how long compute waited for each lane, in seconds; whether the links changed."""
+        """Take in how long compute waited for each lane, in seconds; return whether the links changed."""
         slower = {}
         for lane, seconds in measured.items():
             late = seconds - predicted.stalls.get(lane, 0.0)
@@ -390,7 +386,7 @@ class Feedback:
 
 
 def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> Calls:
-    """What a plan's calls cost one by one, by what hooks took under it; as `before` where it has none of a kind."""
+    """Return the host costs of a plan's parts, by what hooks took under it; as `before` for parts that it lacks."""
     moved = sum(len(group.sites) for group in plan.groups)
     return Calls(
         group=hooks.groups / len(plan.groups) if plan.groups else before.group,
@@ -400,7 +396,7 @@ def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> C
 
 
 def _hold_least(planned: Sequence[PlannedIteration]) -> bool:
-    """Whether no plans hold less: of several kinds of iterations, one for that which is predicted to hold most."""
+    """Return whether no plans hold less; of several, the one that is predicted to hold most counts."""
     if all(each.predicted is not None for each in planned):
         return max(planned, key=PlannedIteration.peak).least
     return all(each.least for each in planned)
@@ -411,9 +407,9 @@ def _seconds(time: IterationTime) -> float:
 
 
 def _agreed(times: Sequence[IterationTime]) -> IterationTime | None:
-    """The shortest of the times that agree with their neighbour; None if no two do.
+    """Return the shortest of the times that agree with their neighbour; None if no two do.
 
-    An iteration that is shorter than those beside it is another: fewer samples, a step that was left out.
+    An iteration that is shorter than those beside it is another: fewer samples, or a skipped step.
     """
     pairs = (sorted(pair, key=_seconds) for pair in pairwise(times))
     agreed = (best for best, other in pairs if other.seconds <= best.seconds * (1 + OFF_PACE))
@@ -421,15 +417,15 @@ def _agreed(times: Sequence[IterationTime]) -> IterationTime | None:
 
 
 def _median(times: Sequence[IterationTime]) -> IterationTime | None:
-    """The one in the middle, once there are as many as make sure: half of them were no longer."""
+    """Return the median once there are enough times: half of them were no longer."""
     return sorted(times, key=_computed)[SURE // 2] if len(times) == SURE else None
 
 
 def _without_stalls(predicted: Simulated) -> float:
-    """What the iteration is predicted to take without its waits."""
+    """Return the predicted time of the iteration without its waits."""
     return predicted.seconds - sum(predicted.stalls.values())
 
 
 def _computed(time: IterationTime) -> float:
-    """What the iteration took without its waits."""
+    """Return the time of the iteration without its waits."""
     return time.seconds - sum(time.stalls.values())

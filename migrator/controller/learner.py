@@ -1,11 +1,11 @@
-"""Learns a program: what its plans are made for, when to plan anew, and which plans hold.
+"""Decides which iterations are recorded, when plans are made and which plans hold, for one device.
 
-Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say. Which
-iterations are to be recorded `migrator.controller.recordings` says.
+Pure: the learner takes in traces and measurements and returns plans; the caller decides who runs its jobs.
+`migrator.controller.recordings` decides which iterations are recorded.
 
-A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
-room that the rest of the program leaves: the first estimate takes the learning iteration's peak as if nothing saved had
-been part of it. From then on both are corrected by `feedback`.
+If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
+that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
+peak. From then on `feedback` corrects both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = 3  # iterations without an optimizer step after which the program is 
 
 
 class Learner:
-    """Decides over the iterations of one device.
+    """Plans the iterations of one device.
 
     Parameters
     ----------
@@ -45,21 +45,21 @@ class Learner:
     target : int
         The peak to aim for, in bytes.
     links : Links
-        What the policy takes the lanes to give.
+        Bandwidths that the policy assumes.
     submit : callable
-        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the iteration in
-        which they are there.
+        Runs a job that takes longer than some milliseconds. Its plans are adopted at the end of the iteration in which
+        they are ready.
     recordings : int
-        Iterations that are recorded before there is a plan; see `migrator.model.timing`.
+        Iterations that are recorded before the first plan; see `migrator.model.timing`.
     must_fit : bool
-        Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
-        comes closest is carried out, and that is said once.
+        Whether a target that no plan meets is an error. If the allocator can put the excess elsewhere, the plan that
+        comes closest is executed, with one warning.
     budget : int, optional
-        What the target is a part of, which the user has set and is told of; the target without it.
+        The user's budget, of which the target is a part; errors name it. By default the target.
     plan_cache : PlanCache, optional
-        What earlier runs of the program learned.
+        Plans of earlier runs of the program.
     warned : set of str, optional
-        What its user was warned of already: of a device's threads, which come and go, one warning is enough.
+        Warnings that were given already: the threads of a device come and go, and one warning is enough.
     """
 
     def __init__(
@@ -102,32 +102,32 @@ class Learner:
 
     @property
     def records_next(self) -> bool:
-        """Whether the next iteration is to be recorded."""
+        """Return whether the next iteration is recorded."""
         return self._recordings.due
 
     @property
     def holds_device(self) -> bool:
-        """Whether the host is to be ahead of the device in that iteration, which so tells the device's own pace.
+        """Return whether the device is held back in that iteration, so that it shows its own pace.
 
-        Only in the last one of those recorded in a row: a program that is slow to learn is not to be slower.
+        Only in the last of those recorded in a row: a program that is slow to learn is not to become slower.
         """
         return self._recordings.last
 
     @property
     def planning(self) -> bool:
-        """Whether plans are being made in the background."""
+        """Return whether plans are being made in the background."""
         return self._orders.under_way
 
     @property
     def complete(self) -> bool:
-        """Whether there are plans for all that the program has, and no others on their way."""
+        """Return whether there are plans for all kinds of iterations, and no others on their way."""
         return self._whole and self._has_all
 
     @property
     def settled(self) -> bool:
-        """Whether these plans stay, as far as anybody can say: iteration times bore them out.
+        """Return whether these plans stay, as far as is known: measured iteration times confirmed them.
 
-        Also of programs that make no optimizer step, as far as is known.
+        This may hold of programs that make no optimizer step, too.
         """
         return self._has_all and self._feedback.settled
 
@@ -137,17 +137,17 @@ class Learner:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each of `traces`."""
+        """Return one plan for each of `traces`."""
         return tuple(each.plan for each in self._planned)
 
     @property
     def predictions(self) -> tuple[Simulated | None, ...]:
-        """What each of `plans` comes to, as far as its trace tells."""
+        """Return the prediction for each of `plans`; None if its trace does not suffice."""
         return tuple(each.predicted for each in self._planned)
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """One trace per kind of iteration that there are plans for, the one recorded last at the end."""
+        """Return one trace for each kind of iteration that there are plans for, the one recorded last at the end."""
         return self._planned_traces
 
     def iteration_over(
@@ -164,32 +164,32 @@ class Learner:
         refused: bool = False,
         static: Callable[[], int] = int,
     ) -> bool:
-        """Take in one iteration; whether `plans` changed.
+        """Take in one iteration; return whether `plans` changed.
 
         Parameters
         ----------
         trace : Trace or None
-            What was recorded, if it was.
+            Its trace, if it was recorded.
         peak : int
             Highest use of HBM in the iteration, in bytes.
         whole : bool
-            Whether everything that lives as long as the program existed when the iteration began: the
-            optimizer makes its state in the first step, so peaks before that are too low.
+            Whether everything that lives as long as the program existed when the iteration began: the optimizer makes
+            its state in the first step, so peaks before that are too low.
+        mispredicted : bool
+            Whether considerably more was saved, or was not, than any plan expects.
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
         overflow : int
             Bytes for which HBM had no room, and which the allocator had to put elsewhere.
-        mispredicted : bool
-            Whether what was saved, or was not, is considerably more than what any plan foresees.
         iteration_time : IterationTime, optional
-            What this iteration took, or the one before it, and for how long compute waited for each lane.
+            What this iteration took the device, or the one before it, and how long compute waited for each lane.
         host : HostTime, optional
             What this iteration took the host.
         refused : bool
-            Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the iteration took, of
-            memory and of time, tells nothing of the plan.
+            Whether a tier had no room for what the plan offloads, so that it stayed in HBM. Then memory and time say
+            nothing about the plan.
         static : callable
-            Bytes in use now, between two iterations; 0 where nobody counts them. To ask takes a tenth of a millisecond.
+            Returns the bytes in use now, between two iterations; 0 if nobody counts them. A call takes 0.1 ms.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class Learner:
         return False
 
     def _resume_from_cache(self, trace: Trace) -> bool:
-        """Begin with what an earlier run of this program learned; whether there is anything."""
+        """Begin with the cached plans of an earlier run; return whether there are any."""
         found = None if self._plan_cache is None or self._has_planned else self._plan_cache.find(trace.sites)
         if found is None or not found.holds_for(self._feedback.given, self._static(), int(SETTLED * self._target)):
             return False
@@ -256,7 +256,7 @@ class Learner:
         return True
 
     def _is_as_cached(self, trace: Trace, peak: int) -> bool:
-        """Whether the first whole iteration is as in the run before: no larger, and as much of it can be recomputed."""
+        """Return whether the first whole iteration is no larger than in the earlier run, and recomputes as much."""
         known = {key for of in self._planned_traces for key in of.by_key}
         if not trace.by_key.keys() <= known:
             return True  # another kind, of which nothing was said
@@ -265,7 +265,7 @@ class Learner:
         return dropped <= _obtainable(trace) and peak <= max(most, self._target) + int(SETTLED * self._target)
 
     def _store(self) -> None:
-        """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
+        """Cache what was learned, once; not while others use the memory bus, who may not be there in the next run."""
         if self._plan_cache is None or self._is_cached or self._feedback.given.contended or not self._is_current:
             return
         self._is_cached = True
@@ -275,7 +275,7 @@ class Learner:
 
     @property
     def _is_current(self) -> bool:
-        """Whether the plans are for what is recorded: that may be newer, where no plan could be made for it."""
+        """Return whether the plans are for the latest traces: for newer ones no plan may have been possible."""
         traces = self._recordings.traces
         return len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
 
@@ -297,10 +297,10 @@ class Learner:
         return self._target if trace.others else self._room or 0
 
     def relink(self, links: Links) -> bool:
-        """From now on plan with `links`, corrected as before; whether `plans` changed.
+        """Plan with other `links` from now on, corrected as before; return whether `plans` changed.
 
-        The present plans hold until others are there. Beside others who need the memory bus they stay where the new
-        ones are no better; once these are gone, plans are what they would be without them.
+        The present plans hold until others are ready. While others use the memory bus they stay if the new ones are no
+        better. When these are gone, plans are what they would be without them.
 
         Raises
         ------
@@ -316,11 +316,11 @@ class Learner:
         return self._plan(present=self._planned if links.contended and self._is_current else ())
 
     def rearranged(self) -> None:
-        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
+        """Take note that groups return earlier or later from now on, which changes the order of memory requests."""
         self._feedback.rearranged()
 
     def plan_for_less(self, below: int) -> None:
-        """The tiers below HBM hold `below` bytes by now, and less than the plans move: wait for others that fit.
+        """Plan for `below` bytes below HBM, less than the plans offload, and wait for these plans.
 
         Raises
         ------
@@ -338,19 +338,19 @@ class Learner:
         self._adopt()
 
     def finish(self) -> None:
-        """Wait for plans that are being made; for what is told of the program at its end."""
+        """Wait for plans that are being made, as reports at the program's end describe them."""
         if self._orders.wait(AT_THE_END):
             self._adopt()
         if self.settled:
             self._store()
 
     def forget(self) -> None:
-        """Begin anew: what was learned cannot be carried out."""
+        """Begin anew, as the plans cannot be executed."""
         self._planned, self._planned_traces = (), ()
         self._record_anew()
 
     def _record_anew(self) -> None:
-        """Forget the traces; the plans that there are hold until there are others."""
+        """Forget the traces; the present plans hold until there are others."""
         self._recordings.begin_anew()
         self._from_cache = self._verifies = False
         self._orders.drop()
@@ -358,9 +358,9 @@ class Learner:
         self._feedback = Feedback(self._target, self._feedback.given)
 
     def _plan(self, present: tuple[PlannedIteration, ...] = ()) -> bool:
-        """Ask for plans; whether there are others already. What was asked for before is of no use any more.
+        """Order plans; return whether there are others already. An earlier order is cancelled.
 
-        Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
+        Plans that are `present` stay if those that were corrected since are no better.
         """
         traces, budgets = self._to_plan()
         self._may_stay, self._due = bool(present), False
@@ -369,12 +369,12 @@ class Learner:
         return self._adopt()
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
-        """What plans are made for, and the budget of each before correction."""
+        """Return the traces to plan for, and the budget of each before correction."""
         traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
         return traces, tuple(self._before_correction(trace) for trace in traces)
 
     def _adopt(self) -> bool:
-        """Take plans over that are there now; whether they are others than there were."""
+        """Adopt plans that are ready; return whether they differ from the present ones."""
         try:
             taken = self._orders.take()
         except NoPlanFits as error:
@@ -405,9 +405,9 @@ class Learner:
         return True
 
     def _takes_longer(self, planned: tuple[PlannedIteration, ...]) -> bool:
-        """Whether a plan is predicted to take longer than the present one was measured to, and may have no less room.
+        """Return whether a plan is predicted to take longer than the present one was measured to, with no less room.
 
-        What the present one is predicted to take may be far from that, on a host whose pace changes.
+        The prediction for the present plan may be far from that measurement, on a host whose speed changes.
         """
         took = self._feedback.took
         if took is None or len(planned) != 1 or len(self._planned) != 1:
@@ -425,12 +425,12 @@ class Learner:
             log.warning("%s", text)
 
     def _stay(self, planned: tuple[PlannedIteration, ...]) -> None:
-        """The very plans there are, by what is known now; what iterations under them took is yet to be told."""
+        """Keep the present plans with new predictions, which are yet to be compared with measurements."""
         self._planned, self._under, self._is_cached = planned, 0, False
         self._feedback.stayed()
 
     def _carry_out(self, plans: tuple[PlannedIteration, ...]) -> None:
-        """From now on these hold, and are to be borne out."""
+        """Execute these plans from now on."""
         self._planned, self._under, self._has_planned = plans, 0, True
         self._is_cached = False
         self._feedback.adopted()
@@ -441,5 +441,5 @@ class Learner:
 
 
 def _obtainable(trace: Trace) -> set[str]:
-    """Sites whose storages were seen to be recomputed bit for bit."""
+    """Return the sites whose storages were recomputed bit for bit in a trial."""
     return {site.key for site in trace.sites if site.storage in trace.recipes}

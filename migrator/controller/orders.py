@@ -1,4 +1,4 @@
-"""Has plans made: here and now where that takes some milliseconds, else beside the program. Pure."""
+"""Orders plans: computed at once if that takes some milliseconds, else beside the program. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AT_ONCE = 100  # sites with times, up to which planning takes but some milliseco
 
 
 class PlanningFailed(TiersError):
-    """No plan was made, for a reason that is none of the program's; `__cause__` tells which."""
+    """No plan was made, for a reason that is not the program's; `__cause__` has it."""
 
 
 Job = Callable[[], tuple[PlannedIteration, ...]]

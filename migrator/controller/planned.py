@@ -1,4 +1,4 @@
-"""Plans, and what they come to: what a policy is asked for, in this process or beside it."""
+"""Plans with their predictions: makes them by a policy, in this process or beside it, and compares them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ GAIN = 0.002  # of the step: what other plans have to promise, as to begin with 
 
 @dataclass(frozen=True, slots=True)
 class PlannedIteration:
-    """A plan, and what it comes to.
+    """A plan and its prediction.
 
     Attributes
     ----------
     predicted : Simulated or None
-        None where the trace does not tell enough to say.
+        The prediction; None if the trace does not suffice for one.
     refused : NoPlanFits or None
-        Why the plan is for more than the budget, if it is.
+        Why the plan exceeds the budget, if it does.
     least : bool
         Whether no plan holds less.
     asked : int
         The budget that the policy was given, in bytes.
     stays : bool
-        It is the plan there was. From another process comes a copy, with groups of its own.
+        Whether it is the present plan. A plan from another process is a copy, with groups of its own.
     """
 
     plan: Plan
@@ -41,10 +41,10 @@ class PlannedIteration:
     stays: bool = False
 
     def after(self, before: PlannedIteration, *, afresh: bool = False) -> PlannedIteration:
-        """The same; with the very plan there was if that stays, or the new one is no other.
+        """Return the same, with the present plan itself if that stays or the new one equals it.
 
-        And `least` where a policy that never refuses was asked for less than `before`, in vain; or for no more than
-        `before`, which was that, unless it is of something else (`afresh`).
+        `least` is set if a policy that never refuses was asked for less than `before`, in vain; or for no more than a
+        plan that was `least`, unless the trace is new (`afresh`).
         """
         in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
         as_before = before.least and not afresh and self.asked <= before.asked and self.peak() >= before.peak()
@@ -53,7 +53,7 @@ class PlannedIteration:
         return replace(self, plan=plan, least=self.least or in_vain or as_before)
 
     def peak(self) -> int:
-        """Most bytes in HBM; 0 where that was not predicted."""
+        """Return the most bytes in HBM; 0 if that was not predicted."""
         return 0 if self.predicted is None else self.predicted.peak["hbm"]
 
     def __str__(self) -> str:
@@ -78,12 +78,12 @@ def plan_all(
     must_fit: bool = True,
     present: tuple[PlannedIteration, ...] = (),
 ) -> tuple[PlannedIteration, ...]:
-    """A plan for each trace, for its budget with the correction; NoPlanFits if there is none and it `must_fit`.
+    """Make a plan for each trace, for its corrected budget; raise NoPlanFits if there is none and it `must_fit`.
 
     Parameters
     ----------
     present
-        The plans there are for these traces, of which each stays unless the new one is better; none: all are new.
+        The present plans for these traces, each of which stays unless the new one is better; none: all are new.
     """
     pairs = zip(traces, budgets, strict=True)
     planned = [_plan_one(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
@@ -95,7 +95,7 @@ def plan_all(
 def predict_all(
     planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], links: Links
 ) -> tuple[PlannedIteration, ...]:
-    """Plans, and what they come to under `links`, as far as their traces tell: measured is what they take there."""
+    """Return the plans with predictions under `links`, for those whose traces suffice."""
     return tuple(
         each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
         for each, trace in zip(planned, traces, strict=True)
@@ -105,19 +105,19 @@ def predict_all(
 def after(
     planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...], *, afresh: bool = False
 ) -> tuple[PlannedIteration, ...]:
-    """What comes after `before`, of the same kinds of iterations; see `PlannedIteration.after`."""
+    """Return the plans that follow `before`, for the same kinds of iterations; see `PlannedIteration.after`."""
     if len(planned) != len(before):
         return planned
     return tuple(new.after(old, afresh=afresh) for new, old in zip(planned, before, strict=True))
 
 
 def are_the_same(planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...]) -> bool:
-    """Whether these are the very plans there were before."""
+    """Return whether these are the very plans there were before."""
     return [each.plan for each in planned] == [each.plan for each in before]
 
 
 def _better(planned: PlannedIteration, present: PlannedIteration, trace: Trace, links: Links) -> PlannedIteration:
-    """The new plan; or the present one, if that is as good by what is known now, and was asked for no more room."""
+    """Return the new plan; or the present one, if it is as good by now and was made for no more room."""
     if planned.predicted is None or planned.asked < present.asked:
         return planned
     predicted = simulate(trace, links, present.plan)

@@ -1,9 +1,9 @@
-"""Which iterations are recorded, and what was recorded: a trace for each kind of iteration.
+"""Decides which iterations are recorded, and keeps one trace for each kind of iteration.
 
-The first iterations, for the first plans; a few when a considerable part of one was mispredicted by the plans, as
-programs alternate between kinds of iterations. A program that is new in every iteration (routing, shapes) must not be
-recorded in every iteration: iterations that share most of their bytes are of one kind, and the pauses between two looks
-grow longer. Pure.
+The first iterations are recorded for the first plans; a few more when the plans mispredicted a considerable part of
+one, as programs alternate between kinds of iterations. A program that is new in every iteration (routing, shapes) must
+not be recorded in every one: iterations that share most of their bytes are of one kind, and the pauses between
+recordings grow. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = 8  # kinds of iterations that are remembered
 
 
 class Recordings:
-    """The recordings of one device.
+    """The traces of one device.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Recordings:
     Attributes
     ----------
     learning : bool
-        Whether these are not all there: the first plans are for what they tell together.
+        Whether these are not complete; the first plans are made for all of them together.
     """
 
     def __init__(self, first: int) -> None:
@@ -49,33 +49,33 @@ class Recordings:
 
     @property
     def due(self) -> bool:
-        """Whether the next iteration is to be recorded."""
+        """Return whether the next iteration is recorded."""
         return self._to_record > 0
 
     @property
     def last(self) -> bool:
-        """Whether the next iteration is the last of those that are recorded in a row."""
+        """Return whether the next iteration is the last of those that are recorded in a row."""
         return self._to_record == 1
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """One for each kind of iteration, the one recorded last at the end."""
+        """Return one trace for each kind of iteration, the one recorded last at the end."""
         return tuple(self._traces)
 
     def resume(self, traces: Sequence[Trace]) -> None:
-        """Begin with what an earlier run recorded; one iteration tells whether it is so, and what is made again."""
+        """Begin with the traces of an earlier run; one iteration is recorded to verify them."""
         self._traces = list(traces)
         self._to_record = 1
         self.learning = False
 
     def begin_anew(self) -> None:
-        """Forget what was recorded."""
+        """Forget the traces."""
         self._traces.clear()
         self._to_record = self._first
         self.learning = True
 
     def add(self, trace: Trace, iteration: int) -> bool:
-        """Take in what was recorded in iteration number `iteration`; whether it is anything new."""
+        """Take in the trace of iteration number `iteration`; return whether it is new."""
         self._to_record -= 1
         before = next((kept for kept in reversed(self._traces) if are_of_one_kind(kept, trace)), None)
         if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
@@ -100,7 +100,7 @@ class Recordings:
         return True
 
     def pass_by(self, iteration: int, *, mispredicted: bool) -> None:
-        """Take note of an iteration that was not recorded, and whether the plans `mispredicted` it."""
+        """Take in an iteration that was not recorded, and whether the plans `mispredicted` it."""
         if not mispredicted:
             self._steady += 1
             if self._steady > self._pause:
@@ -114,10 +114,10 @@ class Recordings:
 
 
 def are_of_one_kind(one: Trace, other: Trace) -> bool:
-    """Whether neither has a considerable part that the other has not."""
+    """Return whether neither trace has a considerable part that the other lacks."""
     return max(one.part_besides(other), other.part_besides(one)) <= CONSIDERABLE
 
 
 def _is_alike(one: Trace, other: Trace) -> bool:
-    """Whether the other tells nothing new but times."""
+    """Return whether the other trace has nothing new but times."""
     return one.sites == other.sites and one.recipes.keys() >= other.recipes.keys()

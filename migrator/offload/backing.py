@@ -1,13 +1,11 @@
-"""Where groups lie when they are not in HBM: a block of the DRAM arena, and past its capacity a file extent.
+"""Stores groups below HBM: in a block of the DRAM arena, and beyond its capacity in a file extent on NVMe.
 
-A *stored group* is the bytes of one group. It starts in a DRAM block, into which the engine copies. When
-DRAM runs short, the stored group that is needed last is written to NVMe and its block is given back; it
-is read into a block again before it is needed. What has an extent keeps it until the stored group is
-dropped, so a block that was only read into is dropped again at no cost.
+A *stored group* is the bytes of one group. It starts in a DRAM block, into which the engine copies. If DRAM runs short,
+the stored group that is needed last is written to NVMe and its block is freed. It is read into a block again before it
+is needed. It keeps its extent until it is dropped, so a block that was only read into can be freed at no cost.
 
-Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. A block
-that is given back while a copy on a lane still touches it is *guarded*: whoever gets that memory next
-waits for the copy.
+Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. A block that is freed while
+a copy on a lane still touches it is *guarded*: whoever gets that memory next waits for the copy.
 """
 
 from __future__ import annotations
@@ -37,29 +35,29 @@ ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the
 
 
 class User(Protocol):
-    """An engine, as another one's sees it."""
+    """An engine, as other engines see it."""
 
     @property
     def lock(self) -> Any:
-        """Held while it works."""
+        """The lock that it holds while it works."""
 
     @property
     def dead(self) -> Collection[object]:
-        """What it has not heard of yet."""
+        """Deaths of groups that it has not noticed yet."""
 
     def collect(self) -> None:
-        """Forget what nobody refers to any more; with `lock`."""
+        """Forget groups that nobody refers to any more; call it with `lock`."""
 
 
 class Backing:
-    """Places stored groups in DRAM first and NVMe after that.
+    """Stores groups in DRAM first and on NVMe after that.
 
     Parameters
     ----------
     dram : DramArena
         The arena.
     nvme : NvmeStore or None
-        The store past it, if there is one.
+        The store beyond it, if there is one.
     counters : Counters
         Receives disk bytes and the host's waits for the disk.
     """
@@ -89,11 +87,10 @@ class Backing:
     # ------------------------------------------------------------------------------------- places
 
     def new(self, nbytes: int, next_use: int, tier: str | None = None, *, insist: bool = False) -> StoredGroup:
-        """Make a stored group with a block of its own; for NVMe it starts there, too.
+        """Make a stored group with a block of its own, also if it is meant for NVMe.
 
-        With `insist` it waits for a while where other processes use the memory: what they take for a moment is no
-        reason to leave the plan. Once that was in vain it is not done again. Meanwhile others may use the backing,
-        though not whose engine this is for.
+        With `insist` it waits for a while if other processes use the memory: what they take for a moment is no reason
+        to leave the plan. If one wait was in vain it does not wait again. Meanwhile other engines may use the backing.
 
         Raises
         ------
@@ -116,7 +113,7 @@ class Backing:
         return stored
 
     def filled(self, stored: StoredGroup) -> None:
-        """Take note that the copy into the stored group's block was asked for: what is for NVMe may go on."""
+        """Take note that the copy into the block has been submitted; a group for NVMe may go on."""
         if stored.tier == "nvme" and self._nvme is not None:
             with self._lock:
                 self._write_out(stored)
@@ -144,7 +141,7 @@ class Backing:
         return block
 
     def _find_block_for_what_is_needed(self, nbytes: int) -> DramBlock:
-        """A block for what backward reads now: the last resort, rather than to end training, is one outside the cap."""
+        """Return a block for a group that backward reads now; as a last resort one outside the DRAM budget."""
         try:
             return self._find_block(nbytes)
         except TierFull as full:
@@ -157,7 +154,7 @@ class Backing:
             return block
 
     def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
-        """Let other threads in for a moment if it is others' memory that is missing; False if not, or for too long."""
+        """Wait a moment if other processes hold the missing memory; return False if not, or after too long."""
         if not deadline or not (lacked or self._dram.lacks_room(nbytes)):
             return False
         if time.monotonic() >= deadline:
@@ -170,7 +167,7 @@ class Backing:
         return True
 
     def _can_come_back(self) -> bool:
-        """Whether any stored group on NVMe finds a block when it is needed: what is new must not take the last one."""
+        """Return whether every group on NVMe can find a block: a new group must not take the last one."""
         nvme, most = self._nvme, max((stored.nbytes for stored in self._on_nvme), default=0)
         if nvme is None or not most or nvme.capacity - nvme.used >= most:
             return True  # nothing is there, or it can take what is in the way
@@ -182,7 +179,7 @@ class Backing:
         return block is not None
 
     def _put(self, stored: StoredGroup, block: DramBlock) -> tuple[Event, ...]:
-        """Place `stored` in `block`; the copies that must be over before the block is written to."""
+        """Put `stored` into `block`; return the copies that must be over before the block is written."""
         stored.block = block
         self._in_dram[stored] = None
         return self._guards.over(block)
@@ -201,12 +198,12 @@ class Backing:
 
     @property
     def dram_capacity(self) -> int:
-        """Bytes of DRAM."""
+        """Return the bytes that DRAM holds."""
         return self._dram.capacity
 
     @property
     def capacity(self) -> int:
-        """Bytes that DRAM and NVMe hold together, as far as others leave them now."""
+        """Return the bytes that DRAM and NVMe hold together, as far as others leave them now."""
         return self._dram.capacity + (0 if self._nvme is None else self._nvme.capacity)
 
     def check(self, needed: int) -> None:
@@ -218,7 +215,7 @@ class Backing:
             raise TierTooSmall(tiers, where, needed, 0, holds, self._dram.others)
 
     def say_what_stays(self, full: TierFull) -> None:
-        """Say, once, that groups stay in HBM which the tiers below have no room for."""
+        """Warn, once, that groups stay in HBM for which the tiers below have no room."""
         if not self._warned_of_full:
             self._warned_of_full = True
             # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
@@ -226,7 +223,7 @@ class Backing:
             self.at_shortage()
 
     def say_if_nothing_fits(self) -> None:
-        """Say so before training where not even the smallest group would get room."""
+        """Warn before training if not even the smallest group would find room."""
         with self._lock:
             block = self._dram.allocate(PAGE)
             if block is None:
@@ -235,7 +232,7 @@ class Backing:
                 self._dram.free(block)
 
     def reserve(self, owner: object, nbytes: int, largest: int = 0) -> None:
-        """Have DRAM grow in the background to what all owners say they need at once, in blocks up to `largest`."""
+        """Have DRAM grow in the background to what all owners need at once, in blocks up to `largest`."""
         with self._lock:
             self._reserved[owner] = nbytes
             needed = sum(self._reserved.values())
@@ -251,9 +248,10 @@ class Backing:
     # ------------------------------------------------------------------------------ DRAM to NVMe
 
     def _demote_ahead(self) -> None:
-        """Start writing before DRAM is full, so that the next groups find room without waiting for the disk.
+        """Start to write before DRAM is full, so that the next groups find room without waiting for the disk.
 
-        Not where DRAM holds all that the plans keep in it at once: each group would go to disk, and back, for nothing.
+        This is not done if DRAM holds all that the plans keep in it at once: each group would go to disk and back for
+        nothing.
         """
         if self._nvme is None or 0 < sum(self._reserved.values()) <= self._dram.capacity:
             return
@@ -266,14 +264,14 @@ class Backing:
             leaving += stored.nbytes
 
     def _demote(self) -> StoredGroup | None:
-        """Start writing out the stored group that is needed last; None if nothing can go."""
+        """Start to write out the stored group that is needed last; return None if none can go."""
         movable = [p for p in self._in_dram if p.filled and not (p.writing or p.extent or p.stuck)]
         if self._nvme is None or not movable:
             return None
         return self._write_out(max(movable, key=lambda p: (p.tier != "dram", p.next_use)))
 
     def _write_out(self, stored: StoredGroup) -> StoredGroup | None:
-        """Start writing a stored group out; None if NVMe has no room."""
+        """Start to write a stored group out; return None if NVMe has no room."""
         if self._nvme is None or self._disk is None or stored.block is None or stored.filled is None:
             return None
         if stored.writing is not None or stored.extent is not None:  # another device's engine was here first
@@ -291,7 +289,7 @@ class Backing:
         return stored
 
     def _reap(self) -> bool:
-        """Give back blocks that no disk request uses any more; whether there was one."""
+        """Free blocks that no disk request uses any more; return whether there was one."""
         reaped = False
         if self.has_disk:
             for stored in [p for p in self._in_dram if p.writing and p.writing.done()]:
@@ -322,7 +320,7 @@ class Backing:
             self._on_nvme.pop(stored, None)
 
     def _wait_for_disk(self) -> bool:
-        """Block the host until a request that holds a block is over, writes first; whether there was one."""
+        """Block the host until a request that holds a block is over, writes first; return whether there was one."""
         stored_groups = (*self._dropped, *self._in_dram)
         for cause, requests in (
             ("disk_write", [p.writing for p in stored_groups]),
@@ -337,7 +335,7 @@ class Backing:
         return False
 
     def _forget_copy(self) -> bool:
-        """Give back a block whose bytes are on NVMe as well: of those, the one needed last."""
+        """Free the block, of groups that are on NVMe as well, of the one needed last; return whether there was one."""
         copies = [p for p in self._in_dram if p.extent and not p.on_disk_lane() and not p.writing]
         if not copies:
             return False
@@ -346,11 +344,11 @@ class Backing:
     # ------------------------------------------------------------------------------ NVMe to DRAM
 
     def at_hand(self, stored: StoredGroup) -> bool:
-        """Whether `lend` would return without waiting for the disk."""
+        """Return whether `lend` would return without waiting for the disk."""
         return stored.block is not None and (stored.reading is None or stored.reading.done())
 
     def read_ahead(self, stored: StoredGroup) -> bool:
-        """Start reading a stored group back if DRAM has room without pushing anything out; False if it has not."""
+        """Start to read a stored group if DRAM has room without pushing another out; return False if it has not."""
         with self._lock:
             self._reap()
             if stored.block is None:
@@ -361,15 +359,15 @@ class Backing:
         return True
 
     def lend(self, stored: StoredGroup, copy: Callable[[DramBlock], Event]) -> None:
-        """Have the stored group's bytes copied out of its block; blocks the host while they are still on disk.
+        """Have the stored group's bytes copied out of its block; block the host while they are still on disk.
 
-        `copy` is called with the lock held: nobody may take the block away before `StoredGroup.returned` says that
-        it is in use.
+        `copy` is called with the lock held: nobody may take the block away before `StoredGroup.returned` says that it
+        is in use.
 
         Raises
         ------
         StoreError
-            If the disk does not give back what was written.
+            If the disk does not return what was written.
         """
         with self._lock:
             self._reap()
@@ -398,7 +396,7 @@ class Backing:
     # ---------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Wait for the disk, and give back everything that was dropped."""
+        """Wait for the disk, and free everything that was dropped."""
         self._closed = True
         if self._disk is not None:
             self._disk.close()

@@ -1,13 +1,13 @@
-"""The engine: takes groups of saved storages (`group`) out of HBM and back. It executes and decides nothing.
+"""The engine: offloads groups of saved storages from HBM and prefetches them. It executes plans and decides nothing.
 
-HBM is released *stream-ordered*: the compute stream waits for the copy's event and then the references
-are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
-runs after the copy. The host does not wait. It is released late, only when the room is needed: what is
-still here when backward begins does not have to come back.
+HBM is released in *stream order*: the compute stream waits for the copy's event, then the references are dropped. So
+the caching allocator may hand the memory out again at once, to work that the stream runs after the copy. The host does
+not wait. Memory is released late, only when the room is needed: a group that is still here when backward begins need
+not come back.
 
-A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
-allocated on the compute stream and filled on the lane, which first waits for all the stream was given
-before: that memory may have been in use until there.
+A group is prefetched as soon as there is room, in the order of first uses. Its buffer is allocated on the compute
+stream and filled on the lane. The lane first waits for all the work that the stream was given before, as the memory may
+be in use until then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Method = TypeVar("Method", bound=Callable[..., None])
 
 
 def _for_a_group(method: Method) -> Method:
-    """Have the host's time in a method counted as spent for a group, not for the tensor whose hook came to it."""
+    """Count the host's time in a method as spent for a group, not for the tensor whose hook called it."""
 
     @functools.wraps(method)
     def charged(self: Engine, *args: Any, **kwargs: Any) -> None:
@@ -55,18 +55,18 @@ def _for_a_group(method: Method) -> Method:
 
 
 class Engine:
-    """Moves the groups of one device.
+    """Offloads and prefetches the groups of one device.
 
     Parameters
     ----------
     compute, out, back
         The program's stream, and the two lanes.
     backing : Backing
-        Where groups go.
+        Stores groups in DRAM and on NVMe.
     tensors : Tensors
-        What is done with each tensor.
+        The C++ part of the hooks, as far as it knows groups.
     direct : Direct, optional
-        The way to NVMe past the host's memory, where there is one: of groups whose plan says ``"nvme"``.
+        The path to NVMe past host memory, if there is one, for groups whose plan says ``"nvme"``.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Engine:
     # -------------------------------------------------------------------------------------- out
 
     def add(self, group: Group, tensor: torch.Tensor, low: int, nbytes: int) -> Saved:
-        """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
+        """Add `nbytes` bytes of a tensor's storage, from byte `low` on, to a group that is filling."""
         saved = self.tensors.Saved(group, tensor, low, nbytes)
         if not group.counted:
             self._in_hbm[group] = None
@@ -123,7 +123,7 @@ class Engine:
         return saved
 
     def hold(self, saved: Saved) -> Claim:
-        """Take note that the graph holds one more tensor on `saved`, and what it is to hold with it."""
+        """Count one more tensor of the graph on `saved`; return the claim on the group that the graph is to hold."""
         group = saved.group
         group.unused += 1
         claim = group.claim()
@@ -137,7 +137,7 @@ class Engine:
 
     @_for_a_group
     def offload(self, group: Group, *, insist: bool = False) -> None:
-        """Start the group's copy to DRAM; `insist` as in `Backing.new`.
+        """Start to copy the group out of HBM; `insist` as in `Backing.new`.
 
         Raises
         ------
@@ -158,7 +158,7 @@ class Engine:
         self.relieve()
 
     def _offload_directly(self, group: Group, nbytes: int) -> bool:
-        """Start the group's way to NVMe past DRAM; False if there is none, or no room."""
+        """Start to write the group to NVMe past DRAM; return False if there is no such path, or no room."""
         if self._direct is None:
             return False
         sources = [
@@ -182,7 +182,7 @@ class Engine:
         group.stored = stored
 
     def relieve(self) -> None:
-        """Release groups whose copy was asked for until what is left is within the limit."""
+        """Release groups whose copy has been submitted until the rest is within the limit."""
         if self._leaving and self.compute.capturing():
             return
         before = self.resident
@@ -193,7 +193,7 @@ class Engine:
             self.meter.part(before + self.used_up)
 
     def over_limit(self) -> bool:
-        """Whether there is more in HBM than the limit and nothing under way that would make it less."""
+        """Return whether more than the limit is in HBM, and no copy under way will change that."""
         return self.resident > self.limit and not self._leaving
 
     @_for_a_group
@@ -214,7 +214,7 @@ class Engine:
         self._count(group, 0)
 
     def _offload_through_dram_after_all(self, group: Group, stored: DirectStoredGroup, error: Exception) -> None:
-        """Start a group's copy to DRAM, as the direct way failed; what has no room there either stays."""
+        """Copy a group to DRAM, as its direct transfer failed; keep it in HBM if DRAM has no room."""
         assert self._direct is not None
         self._direct.say_failed(error)
         del self._leaving[group]
@@ -232,7 +232,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- back
 
     def begin_backward(self) -> None:
-        """Fix the order in which groups come back, and start bringing them."""
+        """Fix the order in which groups are prefetched, and start to prefetch."""
         with self.lock:
             self.collect()
             self._peak = max(self._peak, self.resident)
@@ -242,10 +242,10 @@ class Engine:
             self.prefetch()
 
     def prefetch(self) -> None:
-        """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
+        """Prefetch groups in order, as far as the limit allows; read those after them ahead from disk.
 
-        What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
-        whenever a group is first or last asked for, or dies, and where there are disks at every tensor.
+        Disks and the program may also make room, which the engine does not see. So it tries again whenever a group is
+        first or last asked for, or dies, and with disks at every tensor.
         """
         self.unsettled = self.backing.has_disk
         while self._order:
@@ -264,7 +264,7 @@ class Engine:
                     break
 
     def _bring_early(self, group: Group) -> bool:
-        """Bring a group back before it is asked for, if there is room for it; whether it comes."""
+        """Prefetch a group if there is room for it; return whether it comes."""
         assert group.stored is not None
         if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
             return False
@@ -280,12 +280,12 @@ class Engine:
         return True
 
     def source(self, saved: Saved) -> torch.Tensor | None:
-        """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
+        """Return the buffer on which `saved` lies, ready for the compute stream; None if it never left HBM.
 
         Raises
         ------
         StoreError
-            If the disk does not give back what was written.
+            If the disk does not return what was written.
         """
         group = saved.group
         if group.state in (State.FILLING, State.LEAVING):
@@ -304,9 +304,9 @@ class Engine:
         return self._make_ready(group)
 
     def glimpse(self, saved: Saved) -> torch.Tensor | None:
-        """The same for somebody who only looks: what comes back to HBM, and when, is as without it.
+        """Return the same buffer without side effects on which groups are in HBM, and when.
 
-        What is away is copied to a buffer of its own, which the present stream may read at once.
+        A group that is away is copied to a buffer of its own, which the present stream may read at once.
         """
         group = saved.group
         if group.state in (State.FILLING, State.LEAVING):
@@ -319,7 +319,7 @@ class Engine:
         return buffer
 
     def used(self, group: Group) -> None:
-        """Take note that backward asked for one more tensor of the group, for the first time."""
+        """Count the first use of one more tensor of the group by backward."""
         group.unused -= 1
         if group.unused == 0:
             # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
@@ -344,7 +344,7 @@ class Engine:
         group.state = State.HOME
 
     def _make_ready(self, group: Group) -> torch.Tensor:
-        """The buffer of a group that is HOME, which the present stream may read."""
+        """Return the buffer of a group that is HOME, once the present stream may read it."""
         assert group.buffer is not None and group.stored is not None and group.stored.returned is not None
         stream = self.compute.stream()
         if stream not in group.ready_on:
@@ -366,7 +366,7 @@ class Engine:
         return buffer
 
     def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
-        """Let `stream` go on only after `event`; the host waits until that is there."""
+        """Let `stream` continue only after `event`; block the host until the event exists."""
         self.compute.wait(event, event.lane if isinstance(event, PromisedEvent) else cause, stream)
 
     def _leave_home(self, group: Group) -> None:
@@ -382,7 +382,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- ends
 
     def collect(self) -> None:
-        """Forget groups that nobody refers to any more."""
+        """Forget groups that no graph refers to any more."""
         while self.dead:
             group = self.dead.popleft().group
             self.alive -= 1
@@ -404,7 +404,7 @@ class Engine:
             self.backing.users.discard(self)
 
     def _collect_for_others(self) -> None:
-        """Have engines forget what is dead that nobody calls any more: their threads have ended, or idle."""
+        """Have other engines forget dead groups: their threads may have ended, or idle."""
         if self.compute.capturing():
             return
         for other in tuple(self.backing.users):
@@ -453,10 +453,10 @@ class Engine:
             self._peak = self.resident
 
     def entered(self, nbytes: int) -> None:
-        """Count bytes that were saved and stay.
+        """Count bytes that were saved and stay in HBM.
 
-        On the way of every tensor that stays, and so without the lock: should two threads meet here, the
-        count is off until the iteration ends, and with it the time at which groups leave or come back.
+        This is called for every tensor that stays, and so takes no lock. If two threads meet here, the count is off
+        until the iteration ends, and so is the time at which groups leave or come back.
         """
         self._stayed += nbytes
         self.resident += nbytes
@@ -465,7 +465,7 @@ class Engine:
                 self.relieve()
 
     def born(self, pace: Pace) -> None:
-        """A site of the plan comes: from here on its room holds."""
+        """Take note that a site of the plan was saved; its limit holds from here on."""
         self.position = pace.birth
         if pace.from_birth is not None:
             self.limit = pace.from_birth
@@ -474,7 +474,7 @@ class Engine:
                     self.relieve()
 
     def reached(self, pace: Pace) -> None:
-        """Backward asks for a site of the plan: from here on its room holds, and its triggers."""
+        """Take note that backward asks for a site of the plan; its limit and its prefetches hold from here on."""
         if pace.use <= self.position:
             return  # asked for again, or not in the plan's order
         self.position = pace.use
@@ -496,9 +496,9 @@ class Engine:
                 self.prefetch()
 
     def end_iteration(self) -> int:
-        """Take stock; the highest use of the device in the iteration, in bytes.
+        """Return the highest use of the device in the iteration, in bytes, and count HBM afresh.
 
-        What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
+        Bytes that stayed were only ever estimated, and are gone by now.
         """
         self.collect()
         self.iteration_time = self.compute.settle()

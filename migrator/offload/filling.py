@@ -1,4 +1,4 @@
-"""The groups of one iteration that are filling: those that a plan knows, and those for what none has foreseen."""
+"""Groups that are filling in one iteration: those of the plans, and those of tensors that no plan expects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _operation = torch._C._autograd._get_sequence_nr
 
 @dataclass(slots=True)
 class Open:
-    """A planned group that is filling, and how many of its sites have not come."""
+    """A planned group that is filling, and the number of its sites that have not been saved."""
 
     planned: PageGroup
     group: Group
@@ -80,7 +80,7 @@ class Filling:
         self._loose_made = 0
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Start an iteration."""
         self._open.clear()
         self.loose.clear()
         self._full.clear()
@@ -94,7 +94,7 @@ class Filling:
         self.refused = False
 
     def planned(self, planned: PageGroup, stream: Stream) -> Open:
-        """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
+        """Return the open group for a planned one; open one if there is none, or if all in it died too early."""
         filling = self._open.get((planned, stream))
         if filling is None:
             self._lacking.setdefault(planned, len(planned.sites))
@@ -105,7 +105,7 @@ class Filling:
         return filling
 
     def came(self, filling: Open) -> None:
-        """One more site of a planned group has come; with the last one it leaves."""
+        """Count one more saved site of a planned group; offload the group after its last one."""
         filling.missing -= 1
         self._lacking[filling.planned] -= 1
         if filling.missing:
@@ -116,19 +116,19 @@ class Filling:
             self._offload(self._open.pop(key).group, self._offload_planned)
 
     def may_be_unfilled(self, group: Group) -> None:
-        """What was just added is no result of the graph's: its operation may write to it after it was saved.
+        """Take note that the tensor just added has no `grad_fn`, so its operation may write to it after it is saved.
 
-        So it is with RReLU's noise. What is copied before that is garbage.
+        RReLU's noise is such a tensor. A copy taken before that would be wrong.
         """
         self._unfilled = group, _operation()
 
     @property
     def waits(self) -> bool:
-        """Whether groups wait for the operation that is saving something in them."""
+        """Return whether groups wait for the operation that saves something in them."""
         return bool(self._waiting)
 
     def offload_waiting(self, *, over: bool = False) -> None:
-        """Offload what waits for an operation, if another is under way now, or none as forward is `over`."""
+        """Offload groups that wait for an operation, if another one runs now, or forward is `over`."""
         if not over and self._unfilled is not None and self._unfilled[1] == _operation():
             return
         while self._waiting:  # one by one: where a tier has no room for one, the others still wait
@@ -136,7 +136,7 @@ class Filling:
             offload(group)
 
     def loose_group(self, stream: Stream) -> Group:
-        """The group for what no plan has foreseen."""
+        """Return the group for tensors that no plan expects."""
         group = self.loose.get(stream)
         if group is None or group.state is State.GONE:
             self._loose_made += 1
@@ -144,7 +144,7 @@ class Filling:
         return group
 
     def offload_loose(self, stream: Stream) -> None:
-        """Offload what no plan has foreseen, once it is worth a transfer."""
+        """Offload tensors that no plan expects, once they are worth a transfer."""
         group, worth = self.loose.get(stream), group_bytes(self.room)
         # A group that stays counts as in HBM until all of it was used. So that is one storage, where it is large.
         if group is not None and group.nbytes >= (min(WORTH, worth) if self.patient else worth):
@@ -185,9 +185,9 @@ class Filling:
             self.granted += round_up(group.nbytes, PAGE)
 
     def lacking(self, plans: Iterable[Plan]) -> int:
-        """Foreseen sites that did not come, in number; of kinds of iterations that alternate, one plan must fit.
+        """Return the number of expected sites that were not saved.
 
-        Groups of which nothing came are those of other kinds.
+        If kinds of iterations alternate, one plan must fit. Groups of which nothing was saved are of other kinds.
         """
         touched = ([group for group in plan.groups if group in self._lacking] for plan in plans)
         return min((sum(max(0, self._lacking[group]) for group in groups) for groups in touched if groups), default=0)

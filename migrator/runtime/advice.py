@@ -1,4 +1,4 @@
-"""What the runtime tells its advisor at the end of every iteration, and what it is told in turn."""
+"""Reports each iteration's copies to the monitor, and returns its advice."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 class Advice:
-    """Asks lanes what they copied, and the advisor what to do about it.
+    """Asks the lanes what they copied, and the advisor how to react.
 
     Parameters
     ----------
     advisor : Advisor or None
-        Without one the lanes are not asked: that would have more of their copies timed. May be set anew at any time.
+        Without one the lanes are not asked: asking has more of their copies timed. May be replaced at any time.
     links : Links
-        What plans take the lanes to give.
+        The assumed bandwidths.
     pages : callable
-        The allocator, once it is under PyTorch.
+        Returns the page allocator, once it is under PyTorch.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Advice:
         self._asked: dict[torch.device, tuple[Event, float]] = {}
 
     def forget(self) -> None:
-        """What lanes have copied since they were last asked is nobody's question any more."""
+        """Ignore the copies since the lanes were last asked."""
         self._asked.clear()
 
     def iteration_passed(self) -> None:
@@ -65,7 +65,7 @@ class Advice:
         return response.ahead, links.reduced(response.left)
 
     def _copied(self, compute: Compute) -> list[Transfer]:
-        """What the lanes of a device have copied since they were last asked, as far as it tells anything of them."""
+        """Return the copies of a device's lanes since they were last asked, if they say anything about the lanes."""
         if compute.capturing():  # events must not be asked for then
             return []
         transfers: list[Transfer] = []

@@ -17,12 +17,12 @@ Answer = TypeVar("Answer")
 class HostTimer:
     """The host's time in this process, from an iteration's first forward to its end.
 
-    What is between two iterations is not counted: there a program waits for its data, and for the device.
+    Time between two iterations is not counted: there a program waits for its data, and for the device.
 
     Attributes
     ----------
     ours : float
-        Seconds that were ours so far, of the iteration that has begun.
+        Seconds of our own work so far, of the iteration that has begun.
     """
 
     def __init__(self) -> None:
@@ -40,23 +40,23 @@ class HostTimer:
             self.ours += time.perf_counter() - max(began, self._began or began)
 
     def iteration_begins(self, hooks: HookTime, blocked: float, *, idle: bool) -> None:
-        """An iteration's first forward begins; later ones are told of as well.
+        """Take note that an iteration's first forward begins; calls for later forwards do nothing.
 
         Parameters
         ----------
         hooks : HookTime
-            What hooks for saved tensors have taken so far.
+            The hooks' time so far.
         blocked : float
-            Seconds for which the host waited in them so far, such as for a drive.
+            Seconds that the host waited in them so far, such as for a drive.
         idle : bool
-            Whether the device has nothing to do.
+            Whether the device is idle.
         """
         if self._began is None:
             self.ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
     def iteration_over(self, hooks: HookTime, blocked: float) -> HostTime | None:
-        """An iteration is over; what it took without those waits, or None if it did not begin."""
+        """Return the time of the iteration without those waits; None if it did not begin."""
         began, self._began = self._began, None
         if began is None:
             return None

@@ -1,9 +1,9 @@
-"""The runtime: switches the hooks on, and knows when iterations and steps end.
+"""The runtime: switches the hooks on, and detects when iterations and steps end.
 
-It arms late. Installing only stands before the calls of modules and registers optimizer hooks; the first forward
-that could train switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
-device's engine. So DataLoader workers, compile workers and launchers, which import PyTorch under the same
-environment, never start anything, and no CUDA context is made before the program makes it.
+It starts late. Installing it only wraps the calls of modules and registers optimizer hooks. The first forward that
+could train switches the saved-tensor hooks on, for its thread. The first tensor saved on a device makes that device's
+engine. So DataLoader workers, compile workers and launchers, which import PyTorch under the same environment, never
+start anything, and no CUDA context is made before the program makes it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Thread(threading.local):
 
 
 class Runtime:
-    """Moves the saved tensors of every thread that trains, from `install` to `close`."""
+    """Offloads or recomputes the saved tensors of every thread that trains, from `install` to `close`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -110,11 +110,11 @@ class Runtime:
         self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
-        """From now on ask this one at every end of an iteration."""
+        """Ask this advisor at every end of an iteration from now on."""
         self._advice.advisor = advisor
 
     def forked(self) -> None:
-        """In the child of a fork: the engine's threads, streams and files belong to the parent."""
+        """Give up in a forked child process: the engine's threads, streams and files belong to the parent."""
         self.armed = False
         self._allowance.close()
         if self._thread.saver is not None:
@@ -123,11 +123,11 @@ class Runtime:
             self._thread.saver = None
 
     def saver(self) -> Saver | None:
-        """The hooks of this thread, if they are on."""
+        """Return the hooks of this thread, if they are on."""
         return self._thread.saver
 
     def enter(self, module: nn.Module) -> bool:
-        """A forward begins in this thread; whether `leave` is to be called when it ends."""
+        """Take note that a forward begins in this thread; return whether `leave` is to be called when it ends."""
         # A model has hundreds of modules, and the device may be waiting for the host: within a forward, as most are
         # called, no function is called that could be spared.
         began, saver = time.perf_counter(), self._thread.saver
@@ -152,7 +152,7 @@ class Runtime:
         return True
 
     def leave(self) -> None:
-        """A forward ends in this thread, also when it raised."""
+        """Take note that a forward ends in this thread, also when it raised."""
         began, saver = time.perf_counter(), self._thread.saver
         if saver is not None and not saver.resting:
             saver.leave()
@@ -226,7 +226,7 @@ class Runtime:
             self._wake(saver)
 
     def _wake(self, saver: Saver) -> None:
-        """HBM is full while hooks rest: look at what is saved again."""
+        """Switch resting hooks on, as HBM is full."""
         self._learned = self.learned
         self._advice.forget()
         if saver.wake():
@@ -243,7 +243,7 @@ class Runtime:
             self._time.iteration_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
-        """See whether the budget holds the weights of the models so far, and this one's."""
+        """Check whether the budget holds the weights of all models so far, and of this one."""
         if not self._models.add(model):
             return
         self._recount_static()
@@ -253,14 +253,14 @@ class Runtime:
             self._refuse(error)
 
     def _refuse(self, error: TiersError) -> NoReturn:
-        """End the program before it trains: what was configured cannot be had."""
+        """End the program before it trains, as its configuration cannot be met."""
         if self.options.refuse is not None:
             self.options.refuse(error)
         raise error
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one thread trains: others would be in the middle of their iterations when this one's ends."""
+        """Return whether one thread trains; else others may be within their iterations when this one's ends."""
         return len(self._savers) == 1
 
     def _all_savers(self) -> list[Saver]:
@@ -268,7 +268,7 @@ class Runtime:
             return list(self._savers)
 
     def _recount_static(self) -> None:
-        """Without a GPU nobody else counts what lives as long as the program."""
+        """Count what lives as long as the program. Without a GPU no allocator does."""
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
                 compute.static = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
@@ -334,7 +334,7 @@ class Runtime:
             self._counters.timeline.happened(what, **more)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step."""
+        """Take note that an optimizer begins a step."""
         self._time.timed(self._set_state, optimizer, True)
 
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
@@ -343,7 +343,7 @@ class Runtime:
             pages.state(on)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has made a step."""
+        """Take note that an optimizer has made a step."""
         self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
         self._rounds += leads
@@ -376,7 +376,7 @@ class Runtime:
             pages.step_over()
 
     def _stepped(self, saver: Saver, *, leads: bool) -> None:
-        """An optimizer has made a step, whose thread's hooks are on."""
+        """End the iteration at an optimizer's step, in a thread whose hooks are on."""
         saver.leave_all()
         saver.end_iteration(stepped=leads)
         if self._optimizers.period_due and self._is_alone:
@@ -392,13 +392,13 @@ class Runtime:
 
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
-        """The last trace and plan there are."""
+        """Return the last trace and plan."""
         learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
         pairs = [(learner.traces[-1], learner.plans[-1]) for learner in learners if learner.plans]
         return pairs[-1] if pairs else self._learned
 
     def numbers(self) -> dict[str, Any]:
-        """What happened so far, as `stats.json` has it; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
+        """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
         counters, devices = self._counters, self._devices.opened.values()
         return {
             "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),

@@ -1,9 +1,9 @@
-"""Sees now and then whether a tensor that is dropped would still be made again bit for bit.
+"""Checks from time to time that dropped tensors are still recomputed bit for bit.
 
-A replay is believed once it was tried. What it was tried with may change later: a library may choose another kernel.
-So one dropped tensor after the other is made again right when it is dropped, while the original is there, and compared
-with that. A site where the two differ is not dropped any more. One that is made from more than `CHAIN` others that are
-dropped is never looked at.
+A recomputation is used once a trial has succeeded. Later it may give other bits: a library may choose another kernel.
+So one dropped tensor after the other is recomputed right when it is dropped, and compared with the original. A site
+where they differ is no longer dropped. A tensor that is recomputed from more than `CHAIN` other dropped ones is never
+checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHAIN = 16  # others that are dropped, too, and are to be made for one that is l
 
 
 class _Check(NamedTuple):
-    """One that the device is at: the site, what makes it, and whether it is the same, once `end` is over."""
+    """A check that the device works on: its site, its operators, and the result, which is valid after `end`."""
 
     key: str
     operators: str
@@ -77,9 +77,9 @@ class Checks:
         self._news = False
 
     def look(self, key: str, original: Tensor, made: Recomputed, look: Callable[[], Peek]) -> None:
-        """A site's tensor is dropped, and still there: make it again, if it is this one's turn.
+        """Recompute a site's tensor while the original is there, if it is this site's turn.
 
-        `look` is a factory of `Look`: what it is made from is had as if nobody had asked.
+        `look` makes a `Look`, which returns the inputs without side effects.
         """
         if not self.on:
             return

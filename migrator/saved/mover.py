@@ -1,6 +1,6 @@
-"""One device's share of a thread's program: gathers what an iteration saves into groups, and gives it back.
+"""Executes the plans of one device for one thread: collects saved tensors into groups, and restores them for backward.
 
-Stands between the hooks, which see one tensor at a time, and the engine, which sees groups.
+The mover stands between the hooks, which see single tensors, and the engine, which offloads and prefetches groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLED = 7
 
 
 class _Whole(NamedTuple):
-    """All of a storage, as it was at one version of its tensor, and how that is made again."""
+    """A dropped storage at one version of its tensor, and its recomputation."""
 
     base: weakref.ref[Tensor]
     version: int
@@ -47,22 +47,24 @@ class _Whole(NamedTuple):
 
 
 class Mover:
-    """Carries the plans for one device out.
+    """Executes the plans for the saved tensors of one thread on one device.
 
     Parameters
     ----------
     engine : Engine
-        The device's engine.
+        Offloads and prefetches groups.
     learner : Learner
-        Decides what is recorded and planned.
+        Decides which iterations are recorded, and orders plans.
     budget : int
         HBM budget, in bytes.
+    tensors : HookTensors
+        The C++ part of the hooks.
     keeps : bool
-        The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
+        Whether the policy keeps every tensor. Then nothing is offloaded or tried before there is a plan, either.
     spills : bool
-        The allocator goes on in DRAM where HBM is full, so that the program survives what nobody has foreseen.
+        Whether the allocator continues in DRAM if HBM is full, so that the program survives what no plan expects.
     lent : int
-        Bytes of HBM beyond the budget that the program may take before there is a plan.
+        Bytes of HBM beyond the budget that the program may use before there is a plan.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Mover:
         engine.limit = self.filling.room
 
     def pays_back(self) -> bool:
-        """Whether what was lent beyond the budget is needed no longer, since this was last asked."""
+        """Return whether the loan beyond the budget has become unnecessary since the last call."""
         if self.filling.patient or not self._lent:
             return False
         self._lent = 0
@@ -114,7 +116,7 @@ class Mover:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
+        """Return whether the hooks have nothing to do with saved tensors: ever, or until HBM is full."""
         if self.recorder is not None or not self.learner.complete:
             return False
         if self._keeps:
@@ -124,7 +126,7 @@ class Mover:
         return fits and all(plan.keeps_everything for plan in self.learner.plans)
 
     def wake(self) -> bool:
-        """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
+        """Start to record again, as HBM is full; return False if the policy keeps everything anyway."""
         if self._keeps:
             return False
         with self.engine.lock:
@@ -153,9 +155,9 @@ class Mover:
     # -------------------------------------------------------------------------------------- out
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
-        """Take charge of a saved tensor.
+        """Put a saved tensor into a group.
 
-        What the plan has leave HBM stays there if no tier has room.
+        A group that the plan offloads stays in HBM if no tier has room for it.
         """
         engine = self.engine
         with engine.lock:
@@ -194,7 +196,7 @@ class Mover:
         return moved
 
     def _offload_unforeseen(self, stream: Stream) -> None:
-        """Offload what no plan has foreseen, unless there may be room for it."""
+        """Offload tensors that no plan expects, unless HBM may have room for them."""
         self._held_back.discard(stream)
         if self.filling.loose and not self._keeps:
             if self.filling.patient and self.engine.resident > self.filling.room:
@@ -204,13 +206,13 @@ class Mover:
     # ------------------------------------------------------------------------------------- back
 
     def pass_by(self) -> None:
-        """A training forward begins: what was in use since the last optimizer's step is no part of its iteration."""
+        """Exclude what was in use since the last optimizer step from the peak of the iteration that begins."""
         self.engine.compute.pass_by(counts=False)
         if self.recorder is not None:
             self.recorder.resume()
 
     def begin_backward(self) -> None:
-        """The first tensor of the iteration is asked for."""
+        """Take note that backward asks for the first tensor of the iteration, and start to prefetch."""
         if self.recorder is not None:
             self.recorder.turn()
             grown = self.engine.compute.allocated() - self._allocated_before
@@ -221,7 +223,7 @@ class Mover:
         self.engine.begin_backward()
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
-        """Release a saved tensor that is made again; where that does not hold any more, take it."""
+        """Drop a saved tensor that is recomputed later; put it into a group if the recomputation no longer holds."""
         if make.key in self.checks.differing:
             return self.take(tensor, make.key, None, kind)
         fresh = None
@@ -250,12 +252,17 @@ class Mover:
         return dropped
 
     def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
-        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
+        """Return the tensor that was taken, bit for bit, in HBM.
+
+        Parameters
+        ----------
+        count : bool
+            Whether this is a use by backward.
 
         Raises
         ------
         StoreError
-            If the disk does not give back what was written.
+            If the disk does not return what was written.
         """
         saved, engine = moved.saved, self.engine
         with engine.lock:
@@ -270,7 +277,7 @@ class Mover:
         return tensor
 
     def glimpse(self, moved: Moved) -> Tensor:
-        """The same tensor for somebody who only looks, see `Engine.glimpse`."""
+        """Return the same tensor without bringing its group back for good; see `Engine.glimpse`."""
         with self.engine.lock:
             return moved.view(self.engine.glimpse(moved.saved))
 
@@ -279,7 +286,7 @@ class Mover:
     def end_iteration(
         self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostTime | None = None
     ) -> bool:
-        """The iteration is over; whether there are new plans.
+        """End the iteration; return whether there are new plans.
 
         Parameters
         ----------
@@ -342,7 +349,7 @@ class Mover:
         return changed
 
     def _mispredicted(self) -> bool:
-        """Whether a considerable part of the iteration was not as any plan has it."""
+        """Return whether a considerable part of the iteration was not as any plan expects."""
         traces, unforeseen = self.learner.traces, self.filling.unforeseen
         sites = max((len(trace.sites) for trace in traces), default=0)
         nbytes = max((trace.saved_bytes for trace in traces), default=0)
@@ -350,36 +357,45 @@ class Mover:
         return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
 
     def _see_beside(self, trace: Trace) -> None:
-        """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""
+        """Reduce the room by what lay in HBM besides saved tensors, and by what lives on: the optimizer's state."""
         if self.filling.patient and trace.others:
             lives_on = self.engine.compute.allocated() - self._allocated_before
             self.filling.room = learning_room(self.budget + self._lent, max(trace.others) + max(0, lives_on))
 
     def _expect_too_much(self) -> None:
-        """It does not fit without a plan: all that none has foreseen is to go."""
+        """Offload all tensors that no plan expects: the program does not fit without a plan."""
         self._news |= self.filling.patient  # what stayed so far needs no memory from now on
         self.filling.patient = False
         self.filling.room = learning_room(self.budget)
         self.engine.limit = self._limit()
 
     def take_news(self) -> bool:
-        """Whether what the program asks for is other than before, since this was last asked.
+        """Return whether the program's requests for memory have changed since the last call.
 
-        The allocator then lays it out anew, at the cost of some steps of a second.
+        The allocator then makes a new layout, which costs some steps of a second.
         """
         news, self._news = self._news, False
         self._stayed |= news
         return news
 
     def _to_stand_for(self) -> int:
-        """For how many iterations the waits of the next one are to stand; 0 if they are not to be timed."""
+        """Return for how many iterations the waits of the next one stand; 0 if they are not timed."""
         self._unchanged += 1
         if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
             return 1
         return 0 if self._unchanged % SAMPLED else SAMPLED
 
     def apply_advice(self, ahead: int | None, links: Links) -> bool:
-        """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
+        """Apply the monitor's advice; return whether there are new plans.
+
+        Parameters
+        ----------
+        ahead : int or None
+            Groups that may be prefetched before backward asks for the first of them; None: as many as there is room
+            for.
+        links : Links
+            Bandwidths for the planner.
+        """
         before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
         if self.engine.ahead != before:
             self.learner.rearranged()
@@ -391,19 +407,19 @@ class Mover:
         return changed
 
     def collect(self) -> None:
-        """Give back the memory of what is part of no graph any more."""
+        """Free the memory of tensors that no graph holds any more."""
         if self.engine.dead and not self.engine.compute.capturing():
             with self.engine.lock:
                 self.engine.collect()
 
     def forward_is_dead(self) -> bool:
-        """Whether tensors were taken in this iteration and none of them is part of a graph any more."""
+        """Return whether this iteration saved tensors of which no graph holds any."""
         with self.engine.lock:
             self.engine.collect()
             return self._taken > 0 and self.engine.alive == 0
 
     def begin_again(self) -> None:
-        """Nothing of what was saved in this iteration is of any use: its graphs are gone. Start over."""
+        """Restart the iteration: no graph holds what it has saved."""
         with self.engine.lock:
             self._begin()
             if self.recorder is not None:  # without a head start: to begin again may be the program's habit
@@ -411,7 +427,7 @@ class Mover:
                 self.recorder = self._new_recorder()
 
     def record_no_more(self) -> None:
-        """Go on with this iteration without recording it."""
+        """Stop recording this iteration."""
         with self.engine.lock:
             if self.recorder is not None:
                 self.recorder.abandon()
@@ -429,13 +445,13 @@ class Mover:
         self.engine.limit = self._limit()
 
     def _limit(self) -> int:
-        """Bytes that may lie in HBM when an iteration begins."""
+        """Return how many saved bytes may lie in HBM when an iteration begins."""
         if self.recorder is None and self._moves_nothing():  # what stays is not all counted: it might all be there
             return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
         return self.filling.room
 
     def _moves_nothing(self) -> bool:
-        """Whether what stays need not be counted: nothing waits for the room that it leaves."""
+        """Return whether kept tensors need not be counted: no group waits for their room."""
         plans = self.learner.plans
         return self.engine.compute.counts and bool(plans) and not any(plan.groups for plan in plans)
 
@@ -457,7 +473,7 @@ class Mover:
         self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))
 
     def _refusal(self, plans: tuple[Plan, ...]) -> TierFull | None:
-        """Why the tiers below HBM cannot hold what plans move at once; None if they can."""
+        """Return the error if the tiers below HBM cannot hold what the plans offload at once; else None."""
         try:
             self.engine.backing.check(max(plan.stored_bytes for plan in plans))
         except TierFull as refusal:
@@ -465,7 +481,7 @@ class Mover:
         return None
 
     def _plans_for_less(self, holds: int) -> bool:
-        """Plan for what the tiers below HBM hold by now, or grant; whether there are other plans for that."""
+        """Plan for `holds` bytes below HBM; return whether there are other plans."""
         if holds >= self._below:  # that is what the plans were made for already
             return False
         self._below = holds
@@ -474,7 +490,10 @@ class Mover:
         return self.learner.plans != before
 
     def actions(self) -> Iterator[tuple[str, Action]]:
-        """What the plans say of every site. A site that comes twice goes: that always fits."""
+        """Yield the action of every site that the plans know.
+
+        A site on which plans disagree moves: that always fits.
+        """
         nothing_moves = self._moves_nothing()
         pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
         # What one plan is to hear of is heard under all of them: which kind of iteration this is nobody knows.
@@ -494,20 +513,20 @@ class Mover:
 
 
 def _is_part(tensor: Tensor, saved: Saved) -> bool:
-    """Whether others may share its bytes that come right after it: see `is_beside` of `native/storages.h`."""
+    """Return whether tensors saved right after this one may share its bytes; see `is_beside` of `native/storages.h`."""
     return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
 
 
 def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
-    """Whether another stream wrote the tensor than that for which the copy of its storage's group waits."""
+    """Return whether the tensor was written by another stream than the one that its group waits for."""
     return saved.group.stream != stream and tensor._base is None
 
 
 def _heard(plan: Plan, trace: Trace) -> set[str]:
-    """Sites that stay and of which the hooks are to know all the same.
+    """Return the sites that stay in HBM but for which the hooks must be called.
 
-    That which backward asks for first: by it backward is known to begin. And those of what the plan recomputes from:
-    the hooks see whether somebody changes it, also where PyTorch has no reason to look.
+    These are the site that backward asks for first, which tells that backward has begun, and the inputs of
+    recomputations: the hooks detect whether the program changes them, also where PyTorch has no reason to check.
     """
     first = min((site for site in trace.sites if site.uses), key=lambda site: site.uses[0], default=None)
     recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}

@@ -1,10 +1,9 @@
-"""Lanes and the compute stream: the one place where the migrator touches streams and events.
+"""Lanes and the compute stream: the only part of the migrator that uses CUDA streams and events.
 
-A *lane* is one direction of the link between HBM and DRAM. It takes copies, carries them out in
-order beside the program, and hands back an event for each. *Compute* is the program's own stream.
-Both exist twice: on a GPU (`cuda`) they are CUDA streams, and nothing here ever blocks the host;
-without one (`host`) a lane is a thread, host memory plays HBM, and a wait of the compute stream is a
-wait of the host.
+A *lane* is one direction of the link between HBM and DRAM. It takes copies, executes them in order beside the program,
+and returns an event for each. *Compute* is the program's own stream. Both exist twice. On a GPU (`cuda`) they are CUDA
+streams, and nothing here ever blocks the host. Without one (`host`) a lane is a thread, host memory plays HBM, and a
+wait of the compute stream is a wait of the host.
 """
 
 from __future__ import annotations
@@ -165,18 +164,18 @@ class Peaks(Protocol):
 
 
 class Memory(NamedTuple):
-    """Who hands out a GPU's memory.
+    """The allocator of a GPU's memory.
 
     Attributes
     ----------
     peaks : Peaks
         Of what it hands out.
     untracked : callable
-        Within it this thread asks for memory that the program alone would not, and gives all of it back.
+        A scope in which this thread asks for memory that the program alone would not, and frees all of it.
     tidy : callable
-        Has what that took return to the system, as far as it is cached.
+        Returns what that took to the system, as far as it is cached.
     renew : callable
-        Has all that is cached return to the system.
+        Returns all that is cached to the system.
     """
 
     peaks: Peaks
@@ -230,16 +229,16 @@ class Meter(Protocol):
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
     def arrive(self) -> None:
-        """The host came from the program to us: what it does until it departs is not the program's."""
+        """Stop counting host time as the program's: a hook has begun."""
 
     def depart(self) -> None:
-        """The host goes on with the program, as it does after `resume`, too."""
+        """Count host time as the program's again; `resume` does so, too."""
 
     def part(self, resident: int) -> None:
-        """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then."""
+        """Take note that saved storages were released within a stretch; `resident` bytes had been in HBM until then."""
 
     def abandon(self) -> None:
-        """Nobody wants to know what the iteration takes, nor to have it finished."""
+        """Stop measuring: nobody will ask for the result."""
 
     def resume(self, *, brought: bool = False) -> None:
         """Our own work at a position is over, in which something was `brought` back, or let go.
@@ -248,10 +247,10 @@ class Meter(Protocol):
         """
 
     def untracked(self) -> AbstractContextManager[None]:
-        """What is done inside is not the program's."""
+        """Do work in this scope that is not measured as the program's."""
 
     def most(self) -> int:
-        """The most bytes in use since this was last called, in an untracked scope; 0 where nobody counts them."""
+        """Return the most bytes in use since the last call, in an untracked scope; 0 if nobody counts them."""
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over; waits until the device has passed its end.
@@ -302,13 +301,13 @@ class Compute(Protocol):
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
 
     def untracked(self) -> AbstractContextManager[None]:
-        """Within it this thread asks for memory that the program alone would not, and gives all of it back."""
+        """Let this thread ask for memory that the program alone would not, in this scope, and free all of it."""
 
     def capturing(self) -> bool:
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 
     def tidy(self) -> None:
-        """An iteration with untracked work is over: give back what is cached for that alone. Not within a capture."""
+        """Free what is cached for untracked work alone, at the end of an iteration. Not within a capture."""
 
     def renew(self) -> None:
         """Other plans are carried out from now on: what is cached fits those before, and goes. Not within a capture.
@@ -318,10 +317,10 @@ class Compute(Protocol):
         """
 
     def settle(self) -> IterationTime | None:
-        """An iteration ends. What the last one took that the device is through with; None where that was not timed."""
+        """End an iteration; return the time of the last one that the device has finished, or None if not timed."""
 
     def idle(self) -> bool:
-        """Whether the device is through with the last iteration; not within a capture."""
+        """Return whether the device has finished the last iteration; not within a capture."""
 
     def when(self, event: Event, recorded: float) -> float:
         """Where on the host's clock times that lanes count from `event` begin; to within a millisecond or so.

@@ -1,11 +1,10 @@
-"""What an iteration takes: device seconds and HBM at each of its positions, on a GPU and without one.
+"""Meters: measure device time, host time and HBM at each position of an iteration that is recorded.
 
-A meter runs while an iteration is recorded. What the lanes and our own trials add to the iteration is taken out again:
-waits of the compute stream for a lane, and everything *untracked*. On a GPU there are two clocks: the device's events,
-and the host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the
-device can be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for
-that, and have this one wait for them, operators are timed one by one: what the device does between two of them is not
-the program's.
+What the lanes and our own trials add to the iteration is subtracted: waits of the compute stream for a lane, and all
+*untracked* work. On a GPU there are two clocks: events of the device, and the host's own time between our hooks. Where
+the device waits for the host, events show the host's pace. So the device can be *held* back, again and again, so that
+the host is always ahead of it. If other ranks would wait for that, and have this one wait for them, operators are timed
+one by one: what the device does between two of them is not the program's.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class HostMeter:
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """What is done inside is not the program's."""
+        """Do work in this scope that is not measured as the program's."""
         start = self.mark()
         try:
             yield
@@ -159,11 +158,11 @@ class CudaMeter:
         self.depart()  # at the latest: who departs once more has the program go on from then
 
     def arrive(self) -> None:
-        """The host came from the program to us: what it does from now on, until it departs, is not the program's."""
+        """Stop counting host time as the program's, until `depart`: a hook has begun."""
         self._host.arrive()
 
     def depart(self) -> None:
-        """The host goes on with the program."""
+        """Count host time as the program's again."""
         self._host.depart()
 
     def _hold_back(self) -> TimedEvent:
@@ -213,7 +212,7 @@ class CudaMeter:
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """What is done inside is not the program's."""
+        """Do work in this scope that is not measured as the program's."""
         self.arrive()
         self._highest = max(self._highest, self._compute.take_peak())
         start = self.mark()

@@ -1,11 +1,11 @@
-"""The direct way between HBM and NVMe: through staging slots in HBM, past the host's memory.
+"""The direct path between HBM and NVMe: through staging slots in HBM, past host memory.
 
-A drive takes from and gives to memory that was registered with it, and whose pages never move: the slots of two rings,
-one for each direction. A copy within HBM, on a lane of its own, fills a slot or empties it. Between the two a thread
-waits for the copy before it hands the slot to the store: nothing but our own events orders a drive's work.
+A drive can only access memory that was registered with it, and whose pages never move: the slots of two rings, one for
+each direction. A copy within HBM, on a lane of its own, fills a slot or empties it. In between, a thread waits for the
+copy before it hands the slot to the store: only our own events order a drive's work.
 
-A group that goes this way is a stored group in *chunks*, of a slot's bytes each. What the drives do not take, by any
-way, stays in the host's memory: the program's own is released as soon as it was copied into a slot.
+A group on this path is stored in *chunks* of a slot's size. Bytes that the drives do not take by any path stay in host
+memory: the program's own memory is released as soon as it was copied into a slot.
 """
 
 from __future__ import annotations
