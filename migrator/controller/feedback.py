@@ -33,7 +33,7 @@ from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime,
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.simulator import Simulated
 
-PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
+PRESSED = 0.03  # of the target: by so much the budget is cut when the allocator flushed its cache
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
 LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
@@ -96,7 +96,7 @@ class Feedback:
 
     def __str__(self) -> str:
         """Describe the corrections, for a log."""
-        lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
+        lanes = "".join(f", {lane} gives {part:.0%} of its bandwidth" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
         host = ""
         if self._host_looks:

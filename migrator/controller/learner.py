@@ -226,7 +226,7 @@ class Learner:
         if self._feedback.iteration_over(
             self._planned, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
         ):
-            log.info("iteration %d, plans are corrected: %s", self._iterations, self._feedback)
+            log.info("iteration %d, corrections changed: %s", self._iterations, self._feedback)
             return self._plan(present=self._planned)
         if self.settled:
             self._store()
@@ -249,7 +249,7 @@ class Learner:
             )
         )
         self._recorded, self._verifies = found.traces, True
-        log.info("iteration %d, the program begins with the plans of an earlier run", self._iterations)
+        log.info("iteration %d, begins with cached plans of an earlier run", self._iterations)
         self._from_cache = self._is_cached = True
         dropped = {key for plan in found.plans for key in plan.recompute}
         self._unseen = not dropped <= _obtainable(trace)
@@ -282,7 +282,7 @@ class Learner:
     def _learn(self, trace: Trace, peak: int) -> bool:
         verifies, self._verifies = self._verifies, False
         if verifies and not self._is_as_cached(trace, peak):
-            log.info("iteration %d, the program is another than that which plans were kept of", self._iterations)
+            log.info("iteration %d, the program differs from that of the cached plans", self._iterations)
             self._record_anew()
         if self._recordings.add(trace, self._iterations):
             self._afresh = self._due = True
@@ -399,7 +399,7 @@ class Learner:
         if not afresh and are_the_same(planned, self._planned):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._stay(planned)
-            log.info("iteration %d, the same plans as before: %s", self._iterations, "; ".join(map(str, planned)))
+            log.info("iteration %d, the plans stay: %s", self._iterations, "; ".join(map(str, planned)))
             return False
         self._carry_out(planned)
         return True

@@ -150,7 +150,7 @@ class Backing:
                 raise
             if not self._warned_of_beyond:
                 self._warned_of_beyond = True
-                log.warning("%s; what backward needs from nvme comes back through memory beyond that", str(full))
+                log.warning("%s; groups that backward needs from nvme are read through memory beyond that", str(full))
             return block
 
     def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
@@ -162,7 +162,7 @@ class Backing:
             return False
         if not self._waited:
             self._waited = True
-            log.warning("dram: others use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
+            log.warning("dram: other processes use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
         self._later.wait(LOOK_CLOSELY)
         return True
 
@@ -219,7 +219,7 @@ class Backing:
         if not self._warned_of_full:
             self._warned_of_full = True
             # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
-            log.warning("%s; what it has no room for stays in hbm, beyond its budget if need be", str(full))
+            log.warning("%s; tensors that it has no room for stay in hbm, beyond the budget if need be", str(full))
             self.at_shortage()
 
     def say_if_nothing_fits(self) -> None:

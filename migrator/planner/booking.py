@@ -1,4 +1,4 @@
-"""Books: what each lane does when, and what HBM holds in every stretch. What policies try their decisions on.
+"""Books bandwidth and HBM: what each lane does when, and what HBM holds in every stretch.
 
 Pure: no torch, no clock.
 """

@@ -1,4 +1,4 @@
-"""Builds a plan of a choice: which sites move together, in what order, and what stays."""
+"""Builds a plan from a choice of storages: which sites move together, in what order, and which stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan in the making: decisions so far, and what they leave of HBM and of the lanes.
+"""A draft of a plan: the decisions so far, and the HBM and bandwidth that they leave.
 
 Policies try a decision here, look at it and take it. Only a storage's first idle interval, from its last
 save to its first use, counts: saved tensors that backward has fetched stay until their last use.

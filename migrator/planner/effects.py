@@ -1,4 +1,4 @@
-"""What a choice brings about: which storages are held from forward to backward, what is recomputed, and when.
+"""The effects of a choice: which storages are held from forward to backward, what is recomputed, and when.
 
 A storage that is dropped is not held: it is recomputed, once, at its first use, and stays until its last. What it is
 made from must be there by then. Pure functions on plain data.

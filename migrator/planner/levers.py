@@ -1,4 +1,4 @@
-"""Levers: what can be done with each storage of a trace, what it costs, and what HBM then holds.
+"""Levers: the ways to free each storage of a trace, their costs, and the HBM in use after them.
 
 Arrays over the storages that have bytes, so that a search can look at all of them at once. Pure functions on plain
 data.

@@ -1,4 +1,4 @@
-"""How much of the memory bus a plan takes, and how much is no burden to others. Pure functions on plain data."""
+"""How much of the memory bus a plan uses, and whether that is low traffic. Pure functions on plain data."""
 
 from __future__ import annotations
 

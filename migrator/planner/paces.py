@@ -1,4 +1,4 @@
-"""What a plan says of time, site by site: from where on there is which room, and which group may come back. Pure."""
+"""The limits and prefetches of a plan, site by site: the room from there on, and groups that may return. Pure."""
 
 from __future__ import annotations
 

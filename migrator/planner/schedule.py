@@ -1,4 +1,4 @@
-"""Room that changes on the way, and in-triggers: so that a plan fits at every position, not only at the worst.
+"""Schedules room and prefetches over the iteration, so that a plan fits at every position.
 
 Forward: at each save HBM may hold what the budget leaves until the next one. What has not left by the last save
 stays until it is used; so the last save asks for as much to leave, the oldest first, as the rest of the iteration

@@ -1,4 +1,4 @@
-"""How many bytes go where by rule: in HBM, in a group, and on the way."""
+"""Sizes by rule: how many bytes stay in HBM, form a group, and are under way."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""G10 (Zhang et al., MICRO'23): smart migrations over inactive iterations, to the SSD or to host memory.
+"""G10 (Zhang et al., MICRO'23): smart migrations over inactive periods, to the SSD or to host memory.
 
-The rules are those of the paper's artifact. Inactive iterations are taken by benefit, their bytes times the seconds of
+The rules are those of the paper's artifact. Inactive periods are taken by benefit, their bytes times the seconds of
 the time that the tensor would be away in which memory is above the target, given what the lanes have booked; ties, and
 what is within a tenth, by size times time. With
 ``delta = 0.5``::
 
     safe(tier) = (way out + way back) * (1 + delta / 2)
 
-An iteration longer than ``safe(ssd)`` goes to the SSD, unless the SSD is already writing then; one longer than
-``safe(host)`` to host memory; others stay. When every stretch holds at most 0.99 of the budget, or no iteration is
+A period longer than ``safe(ssd)`` goes to the SSD, unless the SSD is already writing then; one longer than
+``safe(host)`` to host memory; others stay. When every stretch holds at most 0.99 of the budget, or no period is
 left, each prefetch is pulled forward from the latest safe moment as far as memory allows (eager prefetching).
 
 The paper moves pages under unified memory, in hardware, weights included; ours are saved tensors. Host memory
-is not bounded here: a plan's groups are checked against the tiers where it is adopted. Where no iteration hides the
+is not bounded here: a plan's groups are checked against the tiers where it is adopted. Where no period hides the
 paper's plan does not fit; ours goes on with tensors in the order of creation, and the step waits for them.
 """
 
@@ -37,8 +37,8 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     def benefit(window: Window) -> float:
         return window.idle.nbytes * draft.crowded(window)
 
-    iterations = [idle for idle in draft.stays if idle.end - idle.begin > 1]
-    draft.move_best_first(iterations, lambda idle: _place(draft, idle), benefit)
+    periods = [idle for idle in draft.stays if idle.end - idle.begin > 1]
+    draft.move_best_first(periods, lambda idle: _place(draft, idle), benefit)
     _prefetch_eagerly(draft)
     draft.offload_until_it_fits(draft.stays)
     return draft.plan("g10")

@@ -1,13 +1,13 @@
 """TeraIO (Yuan et al., NeurIPS'25, section 3.2, tensor migration algorithm): benefit over cost, SSDs first.
 
-For each inactive iteration, with the bandwidth that earlier choices have booked, the window in which the tensor is
+For each inactive period, with the bandwidth that earlier choices have booked, the window in which the tensor is
 really away; benefit is the integral of the critical pressure it takes off (memory above capacity), cost the time
 of offload and prefetch. The largest benefit over cost, what is within a tenth of it by size times
 time, is taken until all fits. It goes to the SSDs, and to host
 memory only where they are saturated.
 
 Migrations that the paper calls urgent jump the queue at run time; that is no part of a plan. Weights and
-optimizer states, which it moves as well, are no saved tensors. Host memory is not bounded here. Where no iteration
+optimizer states, which it moves as well, are no saved tensors. Host memory is not bounded here. Where no period
 hides any more, tensors go in the order of creation and the step waits for them.
 """
 

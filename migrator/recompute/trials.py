@@ -131,7 +131,7 @@ class Trials:
             return
         first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
         same = same_bits(made.untyped_storage(), tensor.untyped_storage(), first)
-        # What was made is given back before it is made once more for its time: that run finds memory that is mapped
+        # The result is freed before it is recomputed once more for its time: that run finds memory that is mapped
         # and kernels that are loaded. To map pages takes the host milliseconds, in which the device has nothing to do.
         del made
         self._meter.most()

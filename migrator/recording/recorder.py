@@ -250,7 +250,7 @@ class Recorder:
         for each in self._was_held:
             nbytes = each.known.high - each.known.low
             if each.key in self._outlived:
-                # The program's own, which the engine counted as resident: until it let go, or nobody needed it.
+                # The program's own, which the engine counted as resident: until it was released, or nobody needed it.
                 until = last_uses.get(each.known.ident, self._position) + 2 if each.away is None else each.away
                 change[each.born + 1] -= nbytes
                 change[min(until, self._position + 1)] += nbytes

@@ -188,8 +188,8 @@ class Devices:
         if lent and not self._warned_of_lending:
             self._warned_of_lending = True
             log.warning(
-                "the first steps may take %s of hbm beyond the budget, which is free, as nvme would be slow: until "
-                "there is a plan; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
+                "until there is a plan, steps may use %s of free hbm beyond the budget, as offloading to nvme would be "
+                "slow; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
                 format_size(lent),
             )
         if lent:
@@ -285,7 +285,7 @@ def holes(device: torch.device) -> int:
     These are next to none unless segments of fixed size exist already: a session that opens in the middle of a run.
     """
     if torch.cuda.is_current_stream_capturing():
-        return 0  # nothing may be given back now
+        return 0  # nothing may be freed now
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

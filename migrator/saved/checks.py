@@ -93,7 +93,7 @@ class Checks:
             return
         began, self._used_memory = time.perf_counter(), True
         # There may be no memory for it, or no room to bring an input back: the program did not ask for this. What was
-        # asked for is given back before it counts as the program's again.
+        # allocated is freed before it counts as the program's again.
         with (
             self._compute.untracked(),
             made.replay.untracked(),
@@ -150,8 +150,8 @@ class Checks:
         self._news = True
         self.differing.add(key)
         log.warning(
-            "what %s saves is not made again bit for bit any more, by %s: from now on it moves. Gradients since it was "
-            "tried may differ from plain PyTorch's in their last bits",
+            "the tensor saved by %s is no longer recomputed bit for bit by %s: from now on it is offloaded. Gradients "
+            "since its trial may differ from plain PyTorch's in their last bits",
             key,
             operators,
         )

@@ -36,16 +36,16 @@ from torch_tiers.migrator.tape.recorder import Recorder
 log = logging.getLogger("tiers")
 
 MIN_BYTES = 4096
-"""Storages smaller than this stay: to look after one costs more than its memory is worth."""
+"""Smaller storages stay in HBM: handling one costs more than its memory is worth."""
 
 LOOKS = 16
-"""Forwards in a row without a backward, after which an iteration is recorded no more."""
+"""Forwards in a row without a backward after which an iteration is no longer recorded."""
 
 UNRECORDED = 2
-"""Iterations in a row that may end so: a program that begins each one with such forwards is to have plans, too."""
+"""Iterations in a row that may end so: programs that begin each one with such forwards are to have plans, too."""
 
 LISTENS = 31
-"""Iterations of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
+"""In one iteration of so many no module is bypassed: with 2, 4 or 8 micro-batches another one each time."""
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -144,7 +144,7 @@ class Saver(OnStack):
         """
         if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
             return False
-        log.info("hbm is full: what is saved is looked at again")
+        log.info("hbm is full: saved tensors are recorded again")
         self.resting = self.place.in_backward = False
         self.push()
         self.adopt(())

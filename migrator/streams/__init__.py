@@ -241,7 +241,7 @@ class Meter(Protocol):
         """Stop measuring: nobody will ask for the result."""
 
     def resume(self, *, brought: bool = False) -> None:
-        """Our own work at a position is over, in which something was `brought` back, or let go.
+        """Our own work at a position is over, in which something was `brought` back, or released.
 
         What that did to memory belongs to neither stretch beside it.
         """
@@ -295,7 +295,7 @@ class Compute(Protocol):
         """
 
     def outlast(self, event: Event, stream: Stream) -> None:
-        """Memory of `stream` that a lane reads until `event` is about to be given back to the allocator."""
+        """Memory of `stream` that a lane reads until `event` is about to be freed."""
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""

@@ -1,4 +1,4 @@
-"""When a device passed its events, by the host's clock."""
+"""Converts times of a device's events to the host's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host itself takes from one position to the next, and where it waits for the device."""
+"""The program's own host time between two positions, and the stretches in which it waits for the device."""
 
 from __future__ import annotations
 

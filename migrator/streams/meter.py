@@ -192,7 +192,7 @@ class CudaMeter:
         """Our own work at a position is over: what it did to memory belongs to neither stretch beside it.
 
         What lies there as a stretch begins counted for the one before. It counts once more where something may be
-        `brought` back beside it, and not where something was saved: what was saved and let go of would count, too, for
+        `brought` back beside it, and not where something was saved: what was saved and released would count, too, for
         as long as the operation that is saving it has it in its hands, and so would all that the loss's function had
         until it returned.
         """

@@ -1,4 +1,4 @@
-"""Peaks of single iterations, out of PyTorch's peak counters, without the program noticing.
+"""Peak memory of single iterations, from PyTorch's peak counters, without the program noticing.
 
 PyTorch has one peak per statistic since the last reset, and the program may be reading it. `restart`
 resets it and remembers what it was; while it is remembered, PyTorch's own functions report the larger

@@ -1,4 +1,4 @@
-"""Makes tensors again: runs the operators of a tape that made them, and no more.
+"""Closures: recompute tensors by running only the operators of a tape that made them.
 
 A *closure* of some tensors is the smallest set of recorded operators that makes them from *leaves*: from values that
 somebody promises to have, and from those that no operator of the tape made. What it returns has the bits of the

@@ -1,4 +1,4 @@
-"""Records what operators a thread runs: one record at a time, one thread at a time.
+"""Records the operators that a thread runs: one record at a time, one thread at a time.
 
 From `begin` to `end` every operator that the thread calls is recorded, and those of the backwards that it runs,
 whichever threads these take. Not those of its other threads: what they make comes from nowhere, and what they write has

@@ -1,4 +1,4 @@
-"""What operators a record ran, as plain data.
+"""A tape: the operators of one record, as plain data.
 
 A *value* is a tensor as an operator found it, or left it: a storage, what part of it, and the state that the storage
 was in. That state is the number of the operator that wrote it last. Where nothing on the tape did, or somebody wrote

@@ -125,10 +125,10 @@ class Direct:
         """Say, once, that a group goes through host memory instead."""
         warned, self._warned_of_failure = self._warned_of_failure, True
         if not warned:
-            log.warning("the direct way to nvme fails, and what fails goes through the host's memory: %s", error)
+            log.warning("a direct transfer to nvme failed; failed transfers go through host memory: %s", error)
 
     def drop(self, stored: DirectStoredGroup) -> None:
-        """Forget a stored group, also while it is on its way: then its extents are given back when that is over."""
+        """Forget a stored group, also while it is on its way: its extents are then freed when that is over."""
         stored.dropped = True
         for future in stored.under_way():
             future.add_done_callback(lambda _: self._free_if_over(stored))

@@ -132,4 +132,4 @@ class Writer:
             self._nvme.free(extent)
         warned, self._warned_of_rescue = self._warned_of_rescue, True
         if not warned:
-            log.warning("what nvme does not take is kept in the host's memory, beyond its budget: %s", error)
+            log.warning("nvme refused a write; refused bytes stay in host memory, beyond its budget: %s", error)

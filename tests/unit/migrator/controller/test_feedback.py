@@ -86,7 +86,7 @@ def test_what_is_corrected_is_told_with_its_numbers() -> None:
     predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
     feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
     feedback.peak(TARGET + 64 * MiB, TARGET, TARGET, pressed=False, may_grow=True)
-    assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of what was told"
+    assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of its bandwidth"
 
 
 # ------------------------------------------------------------------------------------------- the pace

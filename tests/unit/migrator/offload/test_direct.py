@@ -161,7 +161,7 @@ def test_what_the_drives_do_not_take_stays_in_the_hosts_memory_which_is_said_onc
     moved, kept = rig.counters.moved, 4 * SLOT
     assert moved["d2h"] == moved["h2d"] == kept and moved["gds_write"] == moved["gds_read"] == 11 * SLOT - kept
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "what nvme does not take is kept in the host's memory, beyond its budget"
+        "nvme refused a write; refused bytes stay in host memory, beyond its budget"
     ]
 
 
@@ -202,7 +202,7 @@ def test_a_group_that_the_direct_way_fails_on_goes_by_dram_which_is_said_once(
     for _, saved, contents in offloaded:
         assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
     told = [record.getMessage() for record in caplog.records]
-    assert sum("the direct way to nvme fails" in text and "no room to gather in" in text for text in told) == 1
+    assert sum("a direct transfer to nvme failed" in text and "no room to gather in" in text for text in told) == 1
     rig.forget()
 
     def given_back() -> bool:

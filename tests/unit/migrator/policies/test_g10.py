@@ -13,10 +13,10 @@ TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 def test_g10_by_hand() -> None:
     """MICRO'23: a budget of 21 MiB: 0.99 of it, less two groups of 2 MiB, is 16.79.
 
-    Over that are 3.21 MiB from 20 to 24 s, 7.21 to 32 s and 3.21 to 40 s. Every iteration is longer than
+    Over that are 3.21 MiB from 20 to 24 s, 7.21 to 32 s and 3.21 to 40 s. Every period is longer than
     ``safe = (4 + 4) * 1.25`` s. Away over all of this are a (8 to 60 s), b (12 to 52) and c (16 to 44): benefit
-    ``4 * (4 + 8 + 8)`` each, and a has the longest iteration. With a away 3.21 MiB are left over from 24 to 32 s: b.
-    Then it fits.
+    ``4 * (4 + 8 + 8)`` each, and a has the longest period. With a away 3.21 MiB are left over from 24 to 32 s: b. Then
+    it fits.
 
     Eager prefetching: with both away 16 MiB lie in HBM from 24 to 32 s and 12 to 40 s, so b, needed first, may
     come at 32 s (position 7), and a, with 12 MiB there from 40 s on, at 40 s (position 8).

@@ -16,9 +16,9 @@ def test_teraio_by_hand() -> None:
         away                     benefit                     cost    over cost
         a   8 to 60 s            1 * 4 + 4 * 8 + 1 * 8 = 44  8 s     5.5       first
         b   16 to 48 s           1 * 4 + 5 * 8 + 1 * 8 = 52  16 s    3.25
-        c   16 to 44 s           44                          8 s     5.5, of a shorter iteration
+        c   16 to 44 s           44                          8 s     5.5, of a shorter period
 
-    1 MiB is then left over from 24 to 32 s: c 8/8, d 8/8 with a shorter iteration, b 8/16. So c. Each starts back at
+    1 MiB is then left over from 24 to 32 s: c 8/8, d 8/8 with a shorter period, b 8/16. So c. Each starts back at
     the latest moment: a at 60 s (position 10), c at 44 s (position 8).
     """
     trace = worked([4, 8, 4, 4, 4, 4], forward=4.0, backward=8.0)

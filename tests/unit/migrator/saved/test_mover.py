@@ -184,7 +184,7 @@ def test_what_a_full_tier_has_no_room_for_stays_in_hbm_also_where_the_plan_count
     assert rig.mover.filling.refused and not rig.mover.filling.unforeseen
     assert [record.getMessage() for record in caplog.records] == [
         "tier dram is full: 64.0 KiB requested, 2.0 MiB of 2.0 MiB in use; raise TIERS_DRAM; "
-        "what it has no room for stays in hbm, beyond its budget if need be"
+        "tensors that it has no room for stay in hbm, beyond the budget if need be"
     ]
     assert all(rig.restore(each).numel() == NBYTES for each in moved)
     rig.close()
@@ -260,7 +260,7 @@ def test_while_nothing_is_planned_a_full_tier_leaves_tensors_in_hbm(monkeypatch:
     moved = [rig.save(f"a:{k}", tensor=tensor) for k, tensor in enumerate(tensors)]
     assert said == [
         "tier dram is full: 2.0 MiB requested, 4.0 MiB of 4.0 MiB in use; raise TIERS_DRAM; "
-        "what it has no room for stays in hbm, beyond its budget if need be"
+        "tensors that it has no room for stay in hbm, beyond the budget if need be"
     ]
     memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     expected = [tensor.clone() for tensor in tensors]
@@ -457,7 +457,7 @@ def test_a_plan_that_asks_for_more_than_there_is_below_hbm_is_carried_out_as_far
         run(rig, layers(10))
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("the plan has 10.0 MiB in dram at once, which holds 8.0 MiB: raise TIERS_DRAM")
-    assert line.endswith("what it has no room for stays in hbm, beyond its budget if need be")
+    assert line.endswith("tensors that it has no room for stay in hbm, beyond the budget if need be")
     assert rig.out.copies
     rig.close()
 
