@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.session import Session
 
 PLANNING = 60.0  # seconds that a policy may take to plan in the background
 

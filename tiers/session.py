@@ -1,4 +1,4 @@
-"""A session: builds the runtime from the configuration, and writes the run directory at its end."""
+"""How a session begins: by the environment (`install`), or in code (`session`)."""
 
 from __future__ import annotations
 
@@ -6,299 +6,22 @@ import atexit
 import contextlib
 import logging
 import os
-import platform
-import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
-from importlib.metadata import version
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import torch
-
-from torch_tiers import paging, put_off, run_directory
-from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.extensions.extension import CannotBuild
-from torch_tiers.allocator.host.dram import DramArena
-from torch_tiers.allocator.host.pinning import return_what_is_freed
-from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.sizes import format_size
+from torch_tiers import put_off
+from torch_tiers.assembly import Session, describe
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
-from torch_tiers.drives import Drives
 from torch_tiers.log import set_up
-from torch_tiers.migrator.model.links import Links, links_from
-from torch_tiers.migrator.offload.backing import Backing
-from torch_tiers.migrator.offload.direct import DirectWay
-from torch_tiers.migrator.policies import recomputes
-from torch_tiers.migrator.runtime.options import Options
-from torch_tiers.migrator.runtime.runtime import Runtime
-from torch_tiers.migrator.saved import native
-from torch_tiers.migrator.saved.tensors import HookTensors
-from torch_tiers.migrator.tape import recorder as tape
-from torch_tiers.migrator.tape.recorder import Recorder
-from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.telemetry.timeline import Timeline
-from torch_tiers.monitor.build import build as build_monitor
-from torch_tiers.places import boards, cache_directory
-from torch_tiers.plan_cache import PlanCacheOnDisk
-from torch_tiers.refusals import give_up, is_new
-from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
-from torch_tiers.sigterm import BeforeSigterm
+from torch_tiers.refusals import give_up
 
 log = logging.getLogger("tiers")
 
 Size: TypeAlias = int | str  # bytes, or such as "24GiB"
 Place: TypeAlias = str | os.PathLike[str]
-
-NEWEST_TESTED = (2, 13)  # torch
-IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
-
-
-class Session:
-    """One configuration at work in this process.
-
-    Parameters
-    ----------
-    config : Config
-        What the user asked for.
-    refuse : callable, optional
-        See `migrator.runtime.options.Options`.
-
-    Raises
-    ------
-    ConfigError
-        If the run directory holds an earlier run, the ledger that was named cannot be used, the policy needs an extra
-        that is not installed, or our allocator is under PyTorch already, with another budget.
-    """
-
-    def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
-        self._config = config
-        self._pid = os.getpid()
-        _check_policy(config.policy)
-        if config.allocator == "pages":
-            paging.check_budget(config.hbm.capacity)
-        self._run = run_directory.find(config)
-        self._timeline = Timeline() if self._run is not None else None
-        self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
-        self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
-        self._shares = Shares(config)
-        self._dram: DramArena | None = None
-        self._nvme: NvmeStore | None = None
-        self._drives: Drives | None = None
-        self._monitor = build_monitor(config, boards(config.ledger), self._timeline)
-        self.runtime = Runtime(
-            Options(
-                policy=config.policy,
-                hbm=self._budget,
-                strict=config.hbm.strict,
-                enforce=config.hbm.capacity is not None and config.allocator != "pages",
-                backing=self._make_backing,
-                tensors=self._tensors,
-                direct=self._direct_way,
-                refuse=refuse,
-                pages=paging.installed,
-                links=self._links(),
-                advisor=self._monitor,
-                recorder=self._recorder,
-                plan_cache=self._plan_cache,
-                # Not earlier: by now the program has its own handlers, and who never trains is left alone.
-                armed=self._before_sigterm.set if self._run is not None else lambda: None,
-                timeline=self._timeline,
-            )
-        )
-
-    def __repr__(self) -> str:
-        runtime = self.runtime
-        state = "closed" if runtime.closed else "at work" if runtime.armed else "waits for a training step"
-        return f"<Session: {_describe(self._config)}, {state}>"
-
-    def _budget(self, device: torch.device) -> int:
-        """The HBM budget of a device, in bytes."""
-        pages = paging.installed()
-        # What our allocator has reserved may lie in DRAM: where no budget is set, only it knows its own limit.
-        limit = pages.limit(device) if pages is not None and self._config.hbm.capacity is None else 0
-        return limit or self._shares.hbm(device)
-
-    def _links(self) -> Links:
-        shares = self._shares
-        # First come, first served: to plan for all of the node's would starve the others.
-        dram, nvme = (share // (shares.ranks if shares.ledger else 1) for share in (shares.dram, shares.nvme))
-        return links_from(asdict(self._config.links), disk=nvme > 0, below=dram + nvme, dram=dram)
-
-    def _tensors(self) -> HookTensors:
-        """The C++ part of the hooks.
-
-        Raises
-        ------
-        CannotBuild
-            If it is not there and cannot be compiled here.
-        """
-        try:
-            return native.load(native.MODULE.build(cache_directory()))
-        except CannotBuild as error:
-            raise CannotBuild(
-                f"tiers compiles its hooks at first use, and cannot here: {error}. Mend that, or run without tiers: "
-                "without `tiers run`, TIERS_ALLOCATOR and tiers.session"
-            ) from error
-
-    def _recorder(self) -> Recorder | None:
-        if not (self._config.replay and recomputes(self._config.policy)):
-            return None
-        recorder = tape.load(cache_directory())
-        if isinstance(recorder, str):
-            log.warning("nothing is recomputed: %s", recorder)
-            return None
-        return recorder
-
-    def _plan_cache(self, device: torch.device, target: int) -> PlanCacheOnDisk | None:
-        """What earlier runs learned of programs on such a device, with that target."""
-        config = self._config
-        # Without a budget that is set the target is what is free, which differs from run to run.
-        if not config.plan_cache or config.hbm.capacity is None:
-            return None
-        named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        versions = version("torch-tiers"), torch.__version__
-        asked = config.allocator, config.policy, config.replay
-        return PlanCacheOnDisk(cache_directory() / "plans", *versions, *asked, named, platform.node(), target)
-
-    def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
-        shares, nvme = self._shares, self._config.nvme
-        shares.say_if_alone()
-        if not on_gpu:
-            return_what_is_freed()
-        self._dram = DramArena(
-            shares.dram,
-            pinned=on_gpu,
-            step=step(shares.dram),
-            account=shares.account("dram", shares.dram),
-            node=node_of_gpu() if on_gpu else None,
-            room=room,
-            idle_after=IDLE_SECONDS,
-        )
-        if (pages := paging.installed()) is not None:
-            pages.borrow(self._dram.release_idle)
-        if shares.nvme:
-            self._drives = Drives(
-                nvme,
-                shares.nvme,
-                step=step(shares.nvme),
-                account=shares.account("nvme", shares.nvme),
-                rooms=rooms_in_memory(nvme.paths),
-                cache=cache_directory(),
-                on_gpu=on_gpu,
-            )
-            self._nvme = self._drives.store
-        return Backing(self._dram, self._nvme, counters)
-
-    def _direct_way(self, device: torch.device) -> DirectWay | None:
-        way = None if self._drives is None else self._drives.direct_way(device)
-        if way is None:
-            return None
-        told = self._config.links
-        return replace(way, write=told.gds_write or way.write, read=told.gds_read or way.read)
-
-    def open(self) -> None:
-        """Start."""
-        _say_if_untested()
-        if self._config.allocator == "pages":
-            paging.before_cuda(self._install_pages)
-        paging.prefer_expandable_segments()
-        self.runtime.install()
-
-    def _install_pages(self) -> None:
-        """Put the page-grouping allocator under PyTorch, or say why not, and go on with PyTorch's own."""
-        if self.runtime.closed:
-            return
-        # Without a ledger it and the arena, which may both grow, have half each.
-        account = self._shares.account("dram", self._shares.dram)
-        dram = self._shares.dram if account else self._shares.dram // 2
-        try:
-            paging.install(self._config.hbm.capacity or 0, dram, account)
-        except TiersError as error:
-            log.warning("%s; PyTorch's own allocator is used, with the migrator", error)
-            self._config = replace(self._config, allocator="torch")
-            if self._config.hbm.capacity is not None:
-                self.runtime.options = replace(self.runtime.options, enforce=True)
-
-    def close(self) -> None:
-        """End: give everything back and write the run directory. Idempotent."""
-        if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
-            return
-        with ExitStack() as ending:  # in reverse order, and with the others where one is interrupted
-            ending.callback(lambda: self._write_run(self.stats()))
-            if self._dram is not None:
-                ending.callback(self._dram.close)
-                if (pages := paging.installed()) is not None:
-                    ending.callback(pages.borrow, None)
-            if self._nvme is not None:
-                ending.callback(self._nvme.close)
-            if self._monitor is not None:
-                ending.callback(self._monitor.close)
-            ending.callback(self.runtime.close)
-
-    def _write_run(self, stats: dict[str, Any]) -> None:
-        self._before_sigterm.clear()  # from here on it would write beside what is half written
-        if self._run is not None and self._timeline is not None and self.runtime.armed:
-            try:
-                force = self._config.run_force or self._written
-                learned = self.runtime.learned
-                self._run = run_directory.write(self._run, stats, learned, self._timeline, force=force)
-                self._written = True
-            except OSError as error:  # the training is done, and an error of its own matters more than this one
-                text = (
-                    "TIERS_RUN: %s cannot be written: %s; the numbers of this run are lost: name a writable directory"
-                )
-                log.error(text, self._run, error.strerror or error)
-
-    def stats(self) -> dict[str, Any]:
-        """What happened so far. Bytes are integers, times are seconds, peaks are this rank's."""
-        numbers = self.runtime.numbers()
-        device = numbers.pop("device")
-        peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
-        pages = paging.installed()
-        paged = [core.counts() for _, core in pages.cores()] if pages is not None else []
-        if paged:  # what PyTorch has reserved lies in both tiers
-            peak_hbm = max(counts.hbm_peak for counts in paged)
-        peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
-        return {
-            "device": device,
-            "allocator": "torch" if pages is None else "pages",
-            "policy": self._config.policy,
-            "budget": {"hbm": budget_hbm, "dram": self._shares.dram, "nvme": self._shares.nvme},
-            "peak": {
-                "hbm": peak_hbm,
-                "dram": (self._dram.peak if self._dram else 0) + sum(counts.dram_peak for counts in paged),
-                "nvme": self._nvme.peak if self._nvme else 0,
-            },
-            **numbers,
-            "pages": paging.account(paged) if paged else None,
-            "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
-        }
-
-
-def _describe(config: Config) -> str:
-    """What was asked for, in a few words."""
-    sizes = {"hbm": config.hbm.capacity, "dram": config.dram.capacity, "nvme": config.nvme.capacity}
-    said = [f"{tier} {format_size(size)}" for tier, size in sizes.items() if size is not None]
-    return ", ".join([f"allocator {config.allocator}", f"policy {config.policy}", *said])
-
-
-def _say_if_untested() -> None:
-    """Tell, once, where torch is newer than what was tested: we use some of its insides."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    newest = ".".join(map(str, NEWEST_TESTED))
-    text = f"torch {torch.__version__} is newer than {newest}, the newest that torch-tiers was tested with"
-    if found is not None and tuple(map(int, found.groups())) > NEWEST_TESTED and is_new(text):
-        log.warning(text)
-
-
-def _check_policy(policy: str) -> None:
-    """Refuse a policy that lacks what it needs before training starts: it would fail at the first plan."""
-    if policy == "autotm" and find_spec("scipy") is None:
-        raise ConfigError("policy autotm needs scipy: pip install scipy")
 
 
 def install(config: Config) -> None:
@@ -414,7 +137,7 @@ class session(contextlib.AbstractContextManager[Session]):
     def __repr__(self) -> str:
         if self._session is not None:
             return repr(self._session)
-        return f"<session: {_describe(self._config)}, not opened>"
+        return f"<session: {describe(self._config)}, not opened>"
 
     def __enter__(self) -> Session:
         if self._speaks:

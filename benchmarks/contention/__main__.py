@@ -27,8 +27,8 @@ from benchmarks.contention.switch import Switch
 from benchmarks.counts import per_step
 from benchmarks.settling import plans
 from torch_tiers.allocator.sizes import format_size
+from torch_tiers.assembly import Session
 from torch_tiers.monitor.calibration import Calibration
-from torch_tiers.session import Session
 
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
 WARM = 4  # steps of plain training before the first that counts

@@ -21,8 +21,8 @@ from benchmarks.fractions.cells import Method
 from benchmarks.fractions.methods import Step, blocks_of, prepare
 from benchmarks.settling import PLANNING, plans
 from benchmarks.workloads import Workload
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.session import Session
 
 COMPARED = 8  # losses, of the first steps
 STEADY = 4  # steps after which plans that stayed as they are count as settled

@@ -150,6 +150,11 @@ class Learner:
         """Return one trace for each kind of iteration that there are plans for, the one recorded last at the end."""
         return self._planned_traces
 
+    @property
+    def varies(self) -> bool:
+        """Return whether iterations of a kind differ in size more often than not."""
+        return self._recordings.varies
+
     def iteration_over(
         self,
         trace: Trace | None,

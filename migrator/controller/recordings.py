@@ -42,10 +42,11 @@ class Recordings:
         self.learning = True
         self._traces: list[Trace] = []
         self._first = self._to_record = first
-        self._steady = 0  # iterations as foreseen since the last misprediction
+        self._steady = 0  # iterations as expected since the last misprediction
         self._pause = FIRST_PAUSE  # from one look at a misprediction to the next, longer each time
         self._look_again = 0  # the iteration from which on
         self._news = False  # whether what was recorded since the last misprediction was anything new
+        self._sizes = {True: 0, False: 0}  # iterations of a known kind, by whether they were as large as its trace
 
     @property
     def due(self) -> bool:
@@ -61,6 +62,11 @@ class Recordings:
     def traces(self) -> tuple[Trace, ...]:
         """Return one trace for each kind of iteration, the one recorded last at the end."""
         return tuple(self._traces)
+
+    @property
+    def varies(self) -> bool:
+        """Return whether the iterations of a kind differ in size more often than not."""
+        return self._sizes[False] > self._sizes[True]
 
     def resume(self, traces: Sequence[Trace]) -> None:
         """Begin with the traces of an earlier run; one iteration is recorded to verify them."""
@@ -78,6 +84,8 @@ class Recordings:
         """Take in the trace of iteration number `iteration`; return whether it is new."""
         self._to_record -= 1
         before = next((kept for kept in reversed(self._traces) if are_of_one_kind(kept, trace)), None)
+        if before is not None:
+            self._sizes[trace.saved_bytes == before.saved_bytes] += 1
         if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
             self._news = True  # what can be made again in it was seen; the plan is for the largest of its kind
             return False

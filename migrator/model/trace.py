@@ -119,6 +119,8 @@ class Trace:
         Storages that the program itself holds for longer than until the next save, and the stretch in which it releases
         them: a block's input is held until it is added to the output. Until then they lie in HBM though no plan keeps
         them. Of storages that stay in HBM by a plan while they are recorded nothing is known.
+    varies : bool
+        Whether other iterations of the kind have other sizes: this is the largest, and its times hold for no other.
     """
 
     sites: tuple[Site, ...]
@@ -129,6 +131,7 @@ class Trace:
     recipes: Mapping[int, Recipe] = field(default_factory=dict, hash=False)
     held: Mapping[int, int] = field(default_factory=dict, hash=False)
     clocks: Clocks | None = field(default=None, hash=False)
+    varies: bool = False
 
     def on(self, clocks: Clocks) -> Trace:
         """Return the same iteration with other clocks."""
@@ -210,6 +213,7 @@ class Trace:
             "others": self.others,
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
             "held": self.held,
+            "varies": self.varies,
             "clocks": None if self.clocks is None else _clocks_to_json(self.clocks),
         }
         return json.dumps(data)
@@ -238,6 +242,7 @@ class Trace:
             recipes=_by_storage(value_of(data, "recipes"), "recipes", _recipe),
             held=_by_storage(data.get("held", {}), "held", partial(whole, high=positions + 1)),
             clocks=_clocks(value_of(data, "clocks"), positions),
+            varies=data.get("varies") is True,  # of which earlier versions did not tell
         )
         _check_order(trace)
         _check_measures(trace)

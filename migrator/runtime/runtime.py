@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -394,8 +395,8 @@ class Runtime:
     def learned(self) -> tuple[Trace, Plan] | None:
         """Return the last trace and plan."""
         learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
-        pairs = [(learner.traces[-1], learner.plans[-1]) for learner in learners if learner.plans]
-        return pairs[-1] if pairs else self._learned
+        last = next((learner for learner in reversed(learners) if learner.plans), None)
+        return self._learned if last is None else (replace(last.traces[-1], varies=last.varies), last.plans[-1])
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""

@@ -95,7 +95,9 @@ class Mover:
         beside = unseen(budget, engine.compute.allocated()) if patient else None
         self._lent = lent if patient else 0
         self.filling = Filling(engine, budget if keeps else learning_room(budget + self._lent, beside))
-        self.filling.patient = patient
+        self.filling.patient = self._sees = (
+            patient  # and what lies beside saved tensors tells how much of these may stay
+        )
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
@@ -131,6 +133,7 @@ class Mover:
             return False
         with self.engine.lock:
             self._fitting = 0
+            self._sees = False
             self.learner.forget()
             self.recorder = self._new_recorder()
             self._expect_too_much()
@@ -335,7 +338,8 @@ class Mover:
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
             self.recorder = self.engine.meter = None
-            if overflow and self.filling.patient:
+            if overflow and self._sees and not self.learner.plans:  # there was less room than was seen
+                self._sees = False
                 self._expect_too_much()
             if self.learner.records_next:
                 self.recorder = self._new_recorder(held=self.learner.holds_device)
@@ -358,7 +362,7 @@ class Mover:
 
     def _see_beside(self, trace: Trace) -> None:
         """Reduce the room by what lay in HBM besides saved tensors, and by what lives on: the optimizer's state."""
-        if self.filling.patient and trace.others:
+        if self._sees and trace.others and not self.learner.plans:
             lives_on = self.engine.compute.allocated() - self._allocated_before
             self.filling.room = learning_room(self.budget + self._lent, max(trace.others) + max(0, lives_on))
 

@@ -29,7 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_tiers as tiers
 from tests.programs import deterministic_kernels
+from torch_tiers import assembly
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -39,7 +41,6 @@ from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.saved import mover
-from torch_tiers.session import Session
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
@@ -121,9 +122,6 @@ def main(family: str) -> None:
 # ------------------------------------------------------------------------------------------ sessions
 
 
-_sessions = importlib.import_module("torch_tiers.session")  # the module: the package has the class by that name
-
-
 @contextmanager
 def moving(
     *,
@@ -173,9 +171,7 @@ def moving(
     with (
         mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
-        mock.patch.object(
-            importlib.import_module("torch_tiers.session"), "recomputes", lambda name: recompute or plan is not None
-        ),
+        mock.patch.object(assembly, "recomputes", lambda name: recompute or plan is not None),
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
     ):
         yield session

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.scenarios import assert_same, batch, main, moving, train
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -21,7 +22,6 @@ from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.saved import saver
 from torch_tiers.migrator.saved.actions import Stay
 from torch_tiers.migrator.streams.host import HostCompute
-from torch_tiers.session import Session
 
 STEPS = 8  # the first two are recorded
 

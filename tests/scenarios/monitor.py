@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from unittest import mock
 import torch
 
 from tests.scenarios import Program, assert_same, main, moving, perceptron, train
+from torch_tiers import assembly
 from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.streams import cuda as lanes_of_gpu
 from torch_tiers.migrator.telemetry.transfers import Transfer
@@ -40,7 +40,7 @@ class _Fickle:
 def _advised() -> Iterator[_Fickle]:
     advisor = _Fickle()
     # By its name: `tiers.session` is the function, which hides the module.
-    with mock.patch.object(importlib.import_module("torch_tiers.session"), "build_monitor", lambda *_: advisor):
+    with mock.patch.object(assembly, "build_monitor", lambda *_: advisor):
         yield advisor
 
 

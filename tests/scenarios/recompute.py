@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from tests.scenarios import REMADE, assert_same, batch, gradients, main, moving, train
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.recompute.replays import operators_of
 from torch_tiers.migrator.saved.dropped import Dropped
-from torch_tiers.session import Session
 
 
 class _Block(nn.Module):

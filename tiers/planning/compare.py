@@ -104,6 +104,8 @@ def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = No
         yield "the trace does not tell what else lies in hbm: the budget is taken as room for saved tensors alone"
     if not trace.times:
         yield "the trace has no times: memory only"
+    if trace.varies:
+        yield "sizes change from step to step: this iteration is the largest recorded, and its times are uncertain"
     # On 80 columns words wrap, names and numbers do not.
     columns = (
         Column(name, no_wrap=name not in ("peak hbm", "moved"))

@@ -61,6 +61,8 @@ class Why:
         Where HBM holds most, and what.
     hints : tuple of str
         What would help, where something would.
+    varies : bool
+        Sizes change from step to step: nothing is predicted of what one takes.
     """
 
     actions: tuple[Action, ...]
@@ -68,6 +70,7 @@ class Why:
     measured: float | None
     fullest: str
     hints: tuple[str, ...]
+    varies: bool = False
 
 
 def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
@@ -77,7 +80,7 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     measured = None if median is None else median * stats["steps"] / max(stats["periods"], stats["steps"], 1)
     actions = tuple(_actions(trace, plan))
     hints = tuple(_hints(trace, plan, result, measured, stats["budget"]["hbm"]))
-    return Why(actions, result, measured, where_fullest(trace, result.hbm), hints)
+    return Why(actions, result, measured, where_fullest(trace, result.hbm), hints, trace.varies)
 
 
 def to_json(why: Why) -> dict[str, Any]:
@@ -85,12 +88,13 @@ def to_json(why: Why) -> dict[str, Any]:
     result = why.result
     return {
         "actions": [{"what": d.what, "sites": d.sites, "bytes": d.nbytes, "seconds": d.seconds} for d in why.actions],
-        "ideal_s": result.ideal,
-        "recomputing_s": result.recomputing,
-        "stalls_s": dict(result.stalls),
-        "beside_lanes_s": result.slowed,
-        "host_s": _waiting_for_host(result),
-        "predicted_s": result.seconds,
+        "sizes_change": why.varies,
+        "ideal_s": None if why.varies else result.ideal,
+        "recomputing_s": None if why.varies else result.recomputing,
+        "stalls_s": None if why.varies else dict(result.stalls),
+        "beside_lanes_s": None if why.varies else result.slowed,
+        "host_s": None if why.varies else _waiting_for_host(result),
+        "predicted_s": None if why.varies else result.seconds,
         "measured_s": why.measured,
         "fullest": why.fullest,
         "hints": list(why.hints),
@@ -107,7 +111,12 @@ def render(why: Why) -> Iterator[RenderableType]:
     yield table
     yield f"hbm at its fullest: {why.fullest}"
     result = why.result
-    if result.ideal:
+    if why.varies:
+        yield (
+            "the sizes of what is saved change from step to step: the plan is for the largest one that was recorded, "
+            "and what a step takes is not predicted"
+        )
+    elif result.ideal:
         table = Table("part", "time", "ideal = 100%", title="an iteration, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
         parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
@@ -154,7 +163,7 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
             f"{format_size(others)} of the budget are weights, gradients, optimizer state and the work of a layer: "
             "moving or recomputing activations frees no more than the rest"
         )
-    if not (result.ideal and result.seconds):
+    if not (result.ideal and result.seconds) or trace.varies:
         return
     if measured is not None and measured > LATE * result.seconds:
         yield (

@@ -24,7 +24,7 @@ from benchmarks.zoo.program import PROGRAMS, Program, Unavailable, has_own, make
 from benchmarks.zoo.results import apart, in_turns, latest, read, table
 from benchmarks.zoo.run import of_all_ranks, run
 from tests.scenarios import bits, moved, moving
-from torch_tiers.session import Session
+from torch_tiers.assembly import Session
 
 STEPS = 3
 WITH_A_PLAN = {"moe": 11}  # steps until some have run under a plan; rows of experts change from step to step

@@ -266,3 +266,12 @@ def test_a_run_directory_that_is_not_there_is_told_from_a_trace(
 ) -> None:
     assert main(["plan", str(tmp_path / "nope"), "--budget", "3GiB"]) == 2
     assert f"run with TIERS_RUN={tmp_path / 'nope'} to have it written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_where_sizes_change_its_times_are_said_to_be_uncertain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], varies: bool
+) -> None:
+    (tmp_path / "trace.json").write_text(replace(MODEL, varies=varies).to_json())
+    text = output(capsys, tmp_path, "--budget", "40GiB", "--policy", "keep", code=0)
+    assert ("its times are uncertain" in " ".join(text.split())) == varies

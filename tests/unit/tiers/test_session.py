@@ -13,10 +13,10 @@ import torch_tiers as tiers
 from torch_tiers import paging, refusals
 from torch_tiers import session as made_of
 from torch_tiers.allocator.native.pytorch import adapter
+from torch_tiers.assembly import Session, say_if_untested
 from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ARGUMENT
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.session import Session, _say_if_untested
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_a_torch_that_was_not_tested_is_told_once(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     for _ in range(2):
-        _say_if_untested()
+        say_if_untested()
     assert [record.message for record in caplog.records] == times * [
         f"torch {version} is newer than 2.13, the newest that torch-tiers was tested with"
     ]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from torch_tiers import shares
+from torch_tiers.assembly import Session
 from torch_tiers.config import load
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.session import Session
 from torch_tiers.topology import Filesystem
 
 

@@ -19,7 +19,7 @@ from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.planning.why import Why, render, why
+from torch_tiers.planning.why import Why, render, to_json, why
 
 MODEL = gpt(blocks=6)
 
@@ -130,3 +130,14 @@ def test_a_plan_without_its_trace_costs_the_account_only(
     assert main(["report", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "no account of the plan: " in text and "trace.json does not exist" in text
+
+
+def test_where_sizes_change_from_step_to_step_nothing_is_predicted_in_numbers() -> None:
+    """A mixture of experts was told 0.99 of an ideal step, which four of its own fitted into."""
+    stats: dict[str, Any] = {"step_s": {"median": 1.0}, "steps": 10, "periods": 10, "budget": {"hbm": 12 * GiB}}
+    told = why(replace(MODEL, varies=True), planned(8 * GiB), PCIE_GEN5, stats)
+    lines = [part for part in render(told) if isinstance(part, str)]
+    assert any("change from step to step" in line for line in lines)
+    assert not any("predicted" in str(table.title) for table in render(told) if isinstance(table, Table))
+    seconds = [value for key, value in to_json(told).items() if key.endswith("_s") and key != "measured_s"]
+    assert set(seconds) == {None} and told.hints == ()

@@ -27,8 +27,8 @@ from torch_tiers.allocator.host.ledger import Account, Ledger
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, MiB
+from torch_tiers.assembly import Session
 from torch_tiers.config import ConfigError, load
-from torch_tiers.session import Session
 
 ROOT = Path(__file__).parents[4]
 CAPACITY = 16 * PAGE

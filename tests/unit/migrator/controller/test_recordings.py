@@ -66,3 +66,15 @@ def test_a_program_that_is_mispredicted_in_every_iteration_is_recorded_ever_more
     recordings = Recordings(1)
     recordings.add(layers({"a:0": 1}), 1)
     assert 4 <= recorded(recordings, iterations, layers({"b:0": 1})) <= most
+
+
+@pytest.mark.parametrize(
+    ("sizes", "varies"), [((4, 4, 4, 3), False), ((4, 3, 4, 2), True), ((4,), False), ((4, 3, 3, 4, 4), False)]
+)
+def test_a_kind_varies_where_its_iterations_are_seldom_as_large_as_the_largest(
+    sizes: tuple[int, ...], varies: bool
+) -> None:
+    recordings = Recordings(1)
+    for iteration, nbytes in enumerate(sizes):
+        recordings.add(layers({"a:0": nbytes, "b:0": 1}), iteration)
+    assert recordings.varies == varies

@@ -18,6 +18,7 @@ import torch_tiers as tiers
 from tests.scenarios import batch, bits
 from tests.unit.migrator.runtime.test_backoff import reversals
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -38,7 +39,6 @@ from torch_tiers.monitor.sensors.copies import Copies
 from torch_tiers.monitor.thread import Monitor
 from torch_tiers.monitor.verdict import Judge
 from torch_tiers.monitor.watch import Watch
-from torch_tiers.session import Session
 
 CPU = torch.device("cpu")
 SPEED = 50e9  # of a lane that is alone

@@ -54,7 +54,9 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
         dropped = {key for plan in mover.learner.plans for key in plan.recompute}
         assert len(mover.checks.differing) == 1 and dropped and dropped.isdisjoint(mover.checks.differing)
         assert all(map(torch.equal, step(model, 3), step(plain, 3)))
-    said = [record.getMessage() for record in caplog.records if "no longer recomputed bit for bit" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "no longer recomputed bit for bit" in record.getMessage()
+    ]
     assert len(said) == 1 and "by gelu" in said[0]
 
 

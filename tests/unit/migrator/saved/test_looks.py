@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_tiers as tiers
+from torch_tiers.assembly import Session
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import LOOKS, UNRECORDED, Saver
-from torch_tiers.session import Session
 
 X = torch.ones(64, 64)
 

@@ -12,9 +12,9 @@ import torch
 from torch_tiers.allocator import native
 from torch_tiers.allocator.extensions.extension import CannotBuild
 from torch_tiers.allocator.native.pytorch import adapter
+from torch_tiers.assembly import Session
 from torch_tiers.config import load
 from torch_tiers.paging import before_cuda
-from torch_tiers.session import Session
 
 
 @pytest.fixture
