@@ -148,7 +148,7 @@ def test_what_is_never_needed_again_goes_on_first() -> None:
     assert past_dram((never, soon), PAGE) == {0}
 
 
-def test_what_is_in_use_is_not_let_go_for_what_is_saved_in_backward() -> None:
+def test_what_is_in_use_is_not_released_for_what_is_saved_in_backward() -> None:
     """As by a program's own checkpoint: what had not left by then was taken off a second time."""
     sites = (Site("a:0", 0, 100, 0, (2,)), Site("b:0", 1, 300, 3, (5,)), Site("c:0", 2, 1, 1, (4,)))
     trace = Trace(sites, 6, times=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), seconds=7.0, others=(0,) * 7)
