@@ -32,7 +32,7 @@ from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.allocator.sizes import GiB, format_size, parse_size
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct, DirectWay
-from torch_tiers.migrator.offload.direct.parcel import DirectParcel
+from torch_tiers.migrator.offload.direct.stored import DirectStoredGroup
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.group import NEVER, Group, Saved
 from torch_tiers.migrator.runtime.devices import lanes, open_device
@@ -124,7 +124,7 @@ class ByEngine:
     def write(self) -> None:
         self._forget()
         self._groups = self._send(self._size // self._group)
-        self._stored(self._groups)
+        self._wait_until_stored(self._groups)
 
     def read(self) -> None:
         self._back(self._groups)
@@ -133,12 +133,12 @@ class ByEngine:
         """Half of the bytes each way, the newer half going out while the older one comes back."""
         self._forget()
         self._groups = self._send(self._size // self._group // 2)
-        self._stored(self._groups)
+        self._wait_until_stored(self._groups)
         torch.cuda.synchronize()
         self.begin_both = time.perf_counter()
         new = self._send(self._size // self._group // 2, late=True)
         self._back(self._groups)
-        self._stored(new)
+        self._wait_until_stored(new)
         self._groups += new
 
     def _send(self, count: int, *, late: bool = False) -> list[Sent]:
@@ -150,20 +150,20 @@ class ByEngine:
             held = engine.hold(saved)
             with engine.lock:
                 engine.limit = 1 << 60
-                engine.send(group)
+                engine.offload(group)
                 engine.limit = 0
                 engine.relieve()
             sent.append(Sent(group, saved, held))
         return sent
 
-    def _stored(self, groups: list[Sent]) -> None:
+    def _wait_until_stored(self, groups: list[Sent]) -> None:
         for each in groups:
-            parcel = each.group.parcel
-            if isinstance(parcel, DirectParcel):
-                for chunk in parcel.chunks:
-                    chunk.stored.result()
-            elif parcel is not None and parcel.writing is not None:
-                parcel.writing.result()
+            stored = each.group.stored
+            if isinstance(stored, DirectStoredGroup):
+                for chunk in stored.chunks:
+                    chunk.written.result()
+            elif stored is not None and stored.writing is not None:
+                stored.writing.result()
 
     def _back(self, groups: list[Sent]) -> None:
         engine = self._engine

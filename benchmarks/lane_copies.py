@@ -126,7 +126,7 @@ class Ours:
 
     def settle(self, start: Event) -> None:
         for lane in self._lanes.values():
-            lane.over(start)  # as every period: it times so many copies between two questions
+            lane.over(start)  # as every iteration: it times so many copies between two questions
 
     def _leaving(self, size: int, at: int) -> Iterator[Piece]:
         host, device = self.memory.host["d2h"], self.memory.device["d2h"]

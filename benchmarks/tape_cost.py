@@ -58,7 +58,7 @@ def seconds(operate: Operate, count: int) -> float:
 
 def paused(recorder: Recorder, operate: Operate, count: int) -> float:
     """The same where the key is on, and nothing is recorded."""
-    with recorder.aside():
+    with recorder.untracked():
         return seconds(operate, count)
 
 
@@ -74,7 +74,7 @@ def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> di
         note("plain", seconds(operate, count))
         torch.ones(1)
         for way in ("new", "known"):
-            if way == "new":  # what it compares with is another period
+            if way == "new":  # what it compares with is another record
                 recorder.begin()
                 torch.ones(2).sin()
                 recorder.end()

@@ -160,7 +160,7 @@ def _gpt(
     length: Callable[[], int] | None = None,
 ) -> Workload:
     torch.manual_seed(seed)
-    # Made in bf16 at once: casting later would leave PyTorch's cache with the holes of twice the weights.
+    # PlannedIteration in bf16 at once: casting later would leave PyTorch's cache with the holes of twice the weights.
     with torch.device(device), _default_dtype(torch.bfloat16):
         model = GPT(shape.blocks, shape.width, shape.heads, shape.length, shape.vocabulary)
         tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length))

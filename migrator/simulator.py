@@ -1,7 +1,7 @@
 """The simulator: trace + links + plan -> step time, peak per tier, lane occupancy, stalls by cause.
 
 It does what the engine does, in the order of the compute stream. A group leaves when its last site was saved; the
-copies of a lane run one after the other. HBM is let go at a save, when the limit asks for it; compute then
+copies of a lane run one after the other. HBM is released at a save, when the limit asks for it; compute then
 waits for the copy, and what the program itself holds lies there for as long as it does. Compute also waits once a
 group was used for the last time whose copy is still under way: the lane reads memory that is free by then. From
 the first use on, groups come back in the order of needs, as soon as their in-trigger and the limit allow, behind
@@ -62,7 +62,7 @@ class Simulated:
     lingering : array of int
         Bytes of it, by stretch, of groups that have left, which the program itself still holds.
     clock : array of float
-        Seconds from the period's begin to each position, in this step.
+        Seconds from the iteration's begin to each position, in this step.
     moves : tuple of (float, float, float, float)
         For each group of the plan when it begins and ends to leave and to come back; a pair that did not happen
         is zero long.
@@ -95,7 +95,7 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
     Parameters
     ----------
     trace : Trace
-        The period. Without times everything takes none, and only memory is told.
+        The iteration. Without times everything takes none, and only memory is told.
     links : Links
         How fast the lanes are, and what moving costs besides.
     plan : Plan
@@ -115,13 +115,13 @@ class _Group:
     way_out: tuple[str, ...]  # lanes, in the order in which they are travelled
     way_back: tuple[str, ...]
     lasting: Sequence[tuple[int, int]]  # what the program holds of it: until which stretch, and how many bytes
-    sent: float = 0.0
+    offload_begins: float = 0.0
     out: float = -1.0  # when the copy out ends; negative before it began
     written: float = 0.0  # when it is on disk
     read: float = -1.0  # when it is in DRAM again, should it come back through it; negative before it was asked for
     begins: float = 0.0
     home: float = -1.0  # when the copy back ends; negative before it began
-    away: bool = False  # HBM was let go
+    away: bool = False  # HBM was released
 
     @property
     def is_staged(self) -> bool:
@@ -199,7 +199,7 @@ class _Step:
                 ended = event.done
                 self.resident += event.enter
                 for group in event.complete:
-                    self._send(group)
+                    self._offload(group)
                 departed = event.leave + sum(group.planned.nbytes for group in event.done)
                 self.resident -= departed
             if position < first_use or (event is not None and event.enter):
@@ -312,10 +312,10 @@ class _Step:
 
     # ------------------------------------------------------------------------------------- out and back
 
-    def _send(self, group: _Group) -> None:
+    def _offload(self, group: _Group) -> None:
         self._call(self.links.calls.group)
         first, *onward = group.way_out
-        group.sent, group.out = self._copy(first, group.planned.nbytes, self.now)
+        group.offload_begins, group.out = self._copy(first, group.planned.nbytes, self.now)
         group.written = group.out
         for lane in onward:
             _, group.written = self._copy(lane, group.planned.nbytes, group.written)
@@ -379,7 +379,7 @@ class _Step:
         others = np.array(self.trace.others, dtype=np.int64) if self.trace.others else 0
         lingering: Bytes = np.cumsum(self.lingering)[:-1]
         hbm: Bytes = resident + self.outcome.again + others + lingering
-        parcels = [(group.is_in_dram, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
+        stored_groups = [(group.is_in_dram, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
         return Simulated(
             seconds=max(self.now, self.host + self.trace.lead),
             ideal=self.trace.seconds,
@@ -392,13 +392,13 @@ class _Step:
             busy=self.busy,
             peak={
                 "hbm": int(hbm.max()),
-                "dram": sum(nbytes for in_dram, nbytes in parcels if in_dram),
-                "nvme": sum(nbytes for in_dram, nbytes in parcels if not in_dram),
+                "dram": sum(nbytes for in_dram, nbytes in stored_groups if in_dram),
+                "nvme": sum(nbytes for in_dram, nbytes in stored_groups if not in_dram),
             },
             hbm=hbm,
             lingering=lingering,
             clock=clock,
-            moves=tuple((g.sent, max(g.out, 0.0), g.begins, max(g.home, 0.0)) for g in self.groups),
+            moves=tuple((g.offload_begins, max(g.out, 0.0), g.begins, max(g.home, 0.0)) for g in self.groups),
         )
 
 

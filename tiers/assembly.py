@@ -38,7 +38,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.monitor.build import build as build_monitor
 from torch_tiers.places import boards, cache_directory
-from torch_tiers.plan_cache import PlanCache
+from torch_tiers.plan_cache import PlanCacheOnDisk
 from torch_tiers.refusals import is_new
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
@@ -98,7 +98,7 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 recorder=self._recorder,
-                memory=self._memory,
+                plan_cache=self._plan_cache,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 timeline=self._timeline,
@@ -148,7 +148,7 @@ class Session:
             return None
         return recorder
 
-    def _memory(self, device: torch.device, target: int) -> PlanCache | None:
+    def _plan_cache(self, device: torch.device, target: int) -> PlanCacheOnDisk | None:
         """What earlier runs learned of programs on such a device, with that target."""
         config = self._config
         # Without a budget that is set the target is what is free, which differs from run to run.
@@ -157,7 +157,7 @@ class Session:
         named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         versions = version("torch-tiers"), torch.__version__
         asked = config.allocator, config.policy, config.replay
-        return PlanCache(cache_directory() / "plans", *versions, *asked, named, platform.node(), target)
+        return PlanCacheOnDisk(cache_directory() / "plans", *versions, *asked, named, platform.node(), target)
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         shares, nvme = self._shares, self._config.nvme

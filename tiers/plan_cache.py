@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from torch_tiers.migrator.controller.remembered import Remembered, fingerprint
+from torch_tiers.migrator.controller.cached_plans import CachedPlans, fingerprint
 from torch_tiers.migrator.model.trace import Site
 
 log = logging.getLogger("tiers")
@@ -23,7 +23,7 @@ HOUR = 3600
 MOST = 256  # files; those that were not used for the longest go
 
 
-class PlanCache:
+class PlanCacheOnDisk:
     """What was learned of programs on one device, with one budget.
 
     Parameters
@@ -38,17 +38,17 @@ class PlanCache:
         self._directory = directory
         self._context = context
 
-    def recall(self, sites: Sequence[Site]) -> Remembered | None:
-        """What was kept of a program that has such a period; None if there is nothing, or nothing that can be read."""
+    def find(self, sites: Sequence[Site]) -> CachedPlans | None:
+        """The plans of a program that has such an iteration; None if there are none, or none that can be read."""
         path = self._path(sites)
         try:
             if not self._is_ours():
                 return None
             content = path.read_text()
-            digest, _, told = content.partition("\n")
-            if digest != _digest(told):
+            digest, _, text = content.partition("\n")
+            if digest != _digest(text):
                 raise ValueError("it was cut off, or changed")
-            found = Remembered.from_json(told)
+            found = CachedPlans.from_json(text)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -58,20 +58,20 @@ class PlanCache:
             os.utime(path)
         return found
 
-    def keep(self, remembered: Remembered) -> None:
-        """Keep it for programs that have any of its periods. What cannot be written is not kept."""
-        told = remembered.to_json()
+    def store(self, plans: CachedPlans) -> None:
+        """Keep it for programs that have any of its iterations. What cannot be written is not kept."""
+        text = plans.to_json()
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not self._is_ours():
                 return  # nobody would read it
-            for trace in remembered.traces:
+            for trace in plans.traces:
                 path = self._path(trace.sites)
                 # Whole or not at all: threads, and ranks of one program, write the same.
                 number, partial = tempfile.mkstemp(suffix=PARTIAL, dir=self._directory)
                 try:
                     with os.fdopen(number, "w") as file:
-                        file.write(f"{_digest(told)}\n{told}")
+                        file.write(f"{_digest(text)}\n{text}")
                     os.replace(partial, path)
                 except OSError:
                     os.unlink(partial)

@@ -33,17 +33,17 @@ def step_seconds(stats: Mapping[str, Any]) -> float | None:
     return seconds
 
 
-def by_period(stats: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Bytes moved by lane and seconds stalled by cause, of a period: of those under the last plan, if they tell."""
+def by_iteration(stats: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Bytes moved by lane and seconds stalled by cause, of an iteration: of those under the last plan, if they tell."""
     settled = stats.get("settled")  # of which earlier versions did not tell
     if settled is not None and stats["step_s"]["settled"]["steps"] >= ENOUGH:
-        periods, moved, stalled = max(settled["periods"], 1), settled["moved"], settled["stalled_s"]
+        iterations, moved, stalled = max(settled["periods"], 1), settled["moved"], settled["stalled_s"]
     else:
-        periods, moved = max(stats["periods"], 1), stats["moved"]
+        iterations, moved = max(stats["periods"], 1), stats["moved"]
         stalled = {cause: stall["seconds"] for cause, stall in stats["stalls"].items()}
     return (
-        {lane: nbytes / periods for lane, nbytes in moved.items()},
-        {cause: seconds / periods for cause, seconds in stalled.items()},
+        {lane: nbytes / iterations for lane, nbytes in moved.items()},
+        {cause: seconds / iterations for cause, seconds in stalled.items()},
     )
 
 

@@ -24,8 +24,8 @@ class PeaksOfCore:
     def __init__(self, core: Callable[[], Core | None]) -> None:
         self._core = core
 
-    def lap(self, *, with_present: bool = False) -> int:
-        """The most bytes in use since the last lap, or now; see `Core.lap`."""
+    def take_peak(self, *, with_present: bool = False) -> int:
+        """The most bytes in use since the last call, or now; see `Core.lap`."""
         core = self._core()
         return core.lap(with_present=with_present) if core is not None else 0
 

@@ -40,7 +40,7 @@ class Cell:
     share : float
         Of the usual demand that the monitor left at the end; 1 without it.
     host_us : float
-        Median host time that handing a period to the monitor took on the training thread, in microseconds.
+        Median host time that handing an iteration to the monitor took on the training thread, in microseconds.
     monitor_cores : float
         Processor seconds a second of training that the monitor's thread took.
     steps
@@ -135,7 +135,7 @@ def table(cells: Sequence[Cell]) -> str:
         lines.append(f"SM clock: {min(clocks)} to {max(clocks)} MHz, median {median(clocks):.0f}")
     host = [cell.host_us for cell in cells if cell.variant == "on"]
     if host:
-        lines.append(f"host time to hand a period to the monitor: {median(host):.0f} us")
+        lines.append(f"host time to hand an iteration to the monitor: {median(host):.0f} us")
     lines += [f"still changing when timed: {c.load}, {c.variant}, round {c.round}" for c in cells if not c.settled]
     for cell in cells:
         if cell.held_up:

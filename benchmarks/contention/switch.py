@@ -57,10 +57,10 @@ class Switch:
         times = psutil.Process().threads() if threads else []
         return float(sum(taken.user_time + taken.system_time for taken in times if taken.id in threads))
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         if self.monitor is None:
             return Response()
         start = time.perf_counter()
-        response = self.monitor.period_over(transfers, moved)
+        response = self.monitor.iteration_over(transfers, moved)
         self.times.append(time.perf_counter() - start)
         return response

@@ -25,7 +25,7 @@ class Results:
     Parameters
     ----------
     path
-        Made when the first record is put; None keeps nothing.
+        PlannedIteration when the first record is put; None keeps nothing.
 
     Raises
     ------

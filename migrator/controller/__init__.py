@@ -1,1 +1,1 @@
-"""Learns a program from its traces and its times: when to plan, what to correct, which of two plans is faster."""
+"""Learns a program from its traces and times: when to plan anew, and what to correct by measurement."""

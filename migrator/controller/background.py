@@ -1,4 +1,4 @@
-"""Planning beside the program: a process that computes while training goes on.
+"""Runs planning jobs in a process beside the program, while training goes on.
 
 Not a thread: whoever computes in this process holds the interpreter for milliseconds at a time, and training asks
 for it with every tensor it saves. The process starts from nothing, knows neither the program nor PyTorch, and ends
@@ -112,10 +112,10 @@ def _elsewhere(job: Callable[[], T], future: FromProcess[T]) -> T:
         return job()
     here = str(Path(__file__).parents[3])  # where this program has the package from
     # Without what would make the new process train, or look like a rank that does.
-    quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
-    path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
+    path = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
     try:
-        result, error = pickle.loads(_answer_to(sent, {**quiet, "PYTHONPATH": path}, future))
+        result, error = pickle.loads(_answer_to(sent, {**environ, "PYTHONPATH": path}, future))
     except Exception as error:
         if future.given_up:
             raise
@@ -137,7 +137,7 @@ _said: set[str] = set()
 def _say_once(why: str) -> None:
     if why not in _said:  # it may well be so for every plan
         _said.add(why)
-        log.info("plans are made in this process, which may hold training up: %s", why)
+        log.info("plans are made in this process, which may delay training: %s", why)
 
 
 def _answer_to(sent: bytes, environ: dict[str, str], future: FromProcess[T]) -> bytes:

@@ -1,22 +1,20 @@
-"""Feedback: what measured periods say about the budget to plan for, about recorded times, and about the links.
+"""Corrects the budget, the recorded times and the bandwidths that plans are made with, by measured iterations.
 
-- A peak above the target comes off the budget at once. One below the prediction comes on by halves, but never past a
-  ceiling: a budget that was found too large. Where nothing tells what else lies in HBM, and so no peak is predicted,
-  the room for saved tensors grows by half of what the peak lies below the target: one more byte of room raises the peak
-  by one byte at most.
-- An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is
-  not in it. So did one that had to put something elsewhere, period after period; that comes off the budget for as
-  long as it makes it less.
-- A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
-  that, lanes only ever become slower.
-- What a period takes the host, without what was our own work, is the most that its own work can be: recorded, the host
-  works with cold caches and on memory that is asked for anew. Our own work is counted as it is.
-- What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is
-  believed as soon as two periods agree, as nothing makes a period shorter than it is, or half of several are shorter;
-  too short only if none of several was as short as predicted, as hosts that others use change their speed by two within
-  seconds. What was borne out is not corrected for the sake of others who need the memory bus, or the cores.
+- A peak above the target reduces the budget at once. A peak below the prediction raises it by halves, but never past a
+  ceiling: a budget that was found too large. If no peak is predicted, because the rest of HBM was not measured, the
+  room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
+  most.
+- An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
+  put something elsewhere, iteration after iteration; that reduces the budget as long as it helps.
+- A lane that compute waited for longer than predicted is slower than assumed. Lanes are only corrected downwards.
+- The host time of an iteration, without our own work, is an upper bound of the program's own: while it is recorded, the
+  host has cold caches and maps new memory. Our own work is counted as it is.
+- The time of an iteration without its waits shows by how much recorded times are too long, or a little too short. Too
+  long is believed as soon as two iterations agree, as nothing makes an iteration shorter than it is, or if half of
+  several are shorter. Too short is believed only if none of several was as short as predicted, as shared hosts change
+  their speed by two within seconds. A confirmed pace is not corrected while others use the memory bus or the cores.
 
-It settles: each of these is corrected a few times only.
+Each correction is made a few times only, so planning ends.
 """
 
 from __future__ import annotations
@@ -27,45 +25,45 @@ from dataclasses import asdict
 from itertools import pairwise
 
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.migrator.controller.made import Made
-from torch_tiers.migrator.controller.remembered import Corrections
+from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.links import Calls, Links
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import HookTime, HostLap, Lap, at_pace, with_host
+from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace, with_host
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.simulator import Simulated
 
-PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
+PRESSED = 0.03  # of the target: by so much the budget is cut when the allocator flushed its cache
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
 LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
-SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
-TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
+SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
+TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
-SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few periods to come back
-LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
-UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
-HOSTS = 4  # periods of which the one that took the host the least tells what it needs
-PRESSES = 4  # of the last SURE periods with a flush, after which there is too little room: by then the pace is known
-SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
+SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few iterations to come back
+AGREEING = 2  # iterations one after the other that must agree, or something disturbed one of them
+UNTIMED = 16  # iterations under new plans, after which iteration times that did not come are not waited for
+HOSTS = 4  # iterations of which the one that took the host the least tells what it needs
+PRESSES = 4  # of the last SURE iterations with a flush: there is too little room, and by then the pace is known
+SURE = 8  # iterations of which none may have been as short as predicted, before that is taken to be too short
 LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
 FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
 SLOWEST = 1.2  # and not earlier than that: what takes longer has another cause
-OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
-LATE_PACE = 0.06  # and this, where the period took longer: new plans are to be worth it
+OFF_PACE = 0.03  # of an iteration: closer than this, times are as predicted
+LATE_PACE = 0.06  # and this, where the iteration took longer: new plans are to be worth it
 GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
 
 
 class Feedback:
-    """Corrections to what the policy is given.
+    """The corrections to what the policy receives.
 
     Parameters
     ----------
     target : int
         The peak to aim for, in bytes.
     given : Links
-        What the lanes are taken to give before any correction.
+        The assumed bandwidths before any correction.
     """
 
     def __init__(self, target: int, given: Links) -> None:
@@ -73,33 +71,33 @@ class Feedback:
         self.correction = 0  # of the budget, in bytes
         self.pace = 1.0  # what the program's own times on the device are multiplied by
         self.host_pace = 1.0  # and those of the host
-        self.hooks = 0.0  # seconds that hooks of ours keep the host in a period, under any plan
+        self.hooks = 0.0  # seconds that hooks of ours keep the host in an iteration, under any plan
         self.calls = given.calls  # what a plan costs it besides
-        self.joins = False  # whether the host waits for the device between two periods
-        self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
+        self.joins = False  # whether the host waits for the device between two iterations
+        self._hosts: list[HostTime] = []  # of the iterations under the plans there are, once these have settled
         self._host_looks = 0  # times that these were looked at
         self._issuing = 0.0  # seconds of the host's for the program, as they were recorded
-        self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
-        self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
+        self._borne_out = False  # whether as many times as correct that came while nobody else needed the memory bus
+        self._times: list[IterationTime] = []  # iterations under the plans there are, once these have settled
         self._disturbed: list[bool] = []  # whether the allocator made each of these longer
-        self._took: list[float] = []  # seconds of the last periods under the plans there are
+        self._took: list[float] = []  # seconds of the last iterations under the plans there are
         self._target = target
-        self._ceiling: int | None = None  # the largest correction that no period so far has found too large
+        self._ceiling: int | None = None  # the largest correction that no iteration so far has found too large
         self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
         self._parts_alone: dict[str, float] = {}  # and of that, what was found while nobody else needed the memory bus
         self._looks = 0  # times that pace or links changed
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
         self._overflow: int | None = None  # when the budget was last cut for it
-        self._under = 0  # periods under the plans there are
+        self._under = 0  # iterations under the plans there are
         self._highest = 0  # of their peaks
         self._flushes: list[bool] = []  # of these the last ones, whether the allocator flushed its cache in it
         self._spills = 0  # the same of those in which something was put elsewhere
-        self._cuts = 0  # of the budget for flushes, without as many periods without as make sure
+        self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 
     def __str__(self) -> str:
-        """What is corrected by how much, for a log."""
-        lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
+        """Describe the corrections, for a log."""
+        lanes = "".join(f", {lane} gives {part:.0%} of its bandwidth" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
         host = ""
         if self._host_looks:
@@ -109,134 +107,138 @@ class Feedback:
 
     @property
     def settled(self) -> bool:
-        """Whether the present plans were borne out: as many laps came as may correct them, and none did.
+        """Return whether the present plans were confirmed: enough iteration times came to correct them, and none did.
 
-        Where laps do not come (no GPU, several kinds of periods, several threads) some periods do instead.
+        Without such times (no GPU, several kinds of iterations, several threads) a number of iterations suffices.
         """
-        return len(self._laps) == SURE or self._under >= UNTOLD
+        return len(self._times) == SURE or self._under >= UNTIMED
 
-    def note(self, lap: Lap) -> None:
-        """Take note of what a period under the present plans took, which need not correct anything."""
-        self._took = [*self._took[1 - SURE :], lap.seconds]
+    def note(self, time: IterationTime) -> None:
+        """Take note of the time of an iteration under the present plans, which need not correct anything."""
+        self._took = [*self._took[1 - SURE :], time.seconds]
 
     @property
     def took(self) -> float | None:
-        """Seconds of a period under the present plans, of the last ones that in the middle; None of too few."""
+        """Return the median time of the last iterations under the present plans, in seconds; None of too few."""
         return sorted(self._took)[len(self._took) // 2] if len(self._took) >= HOSTS else None
 
     @property
     def links(self) -> Links:
-        """What the lanes are taken to give, and plans to cost the host, corrected."""
+        """Return the bandwidths and the host costs of plans, corrected."""
         return self.given.scaled(self._parts).with_calls(self.calls)
 
     def corrected(self, trace: Trace) -> Trace:
-        """What was recorded, as it is taken to be."""
+        """Return a trace with corrected times."""
         return with_host(at_pace(trace, self.pace), self.host_pace, self.hooks, joins=self.joins)
 
     @property
     def corrections(self) -> Corrections:
-        """What was found so far, for the next run of the program."""
+        """Return the corrections so far, for the next run of the program."""
         pace = (self.pace, self.host_pace, self.hooks, self._issuing)
         return Corrections(self.correction, *pace, self.joins, self.calls, dict(self._parts))
 
     def resume(self, found: Corrections) -> None:
-        """Begin with what an earlier run of the program found; laps and the host may correct it once more."""
+        """Begin with the corrections of an earlier run; iteration and host times may correct them once more."""
         self.correction, self.pace, self.host_pace = found.budget, found.pace, found.host_pace
         self.hooks, self._issuing, self.joins, self.calls = found.hooks, found.issuing, found.joins, found.calls
         self._parts = self._parts_alone = found.parts
         self._looks = self._host_looks = LOOKS
 
     def under(self, given: Links) -> Feedback:
-        """The same corrections, to other links; what is found of those is not held against these."""
+        """Return the same corrections for other links; what is measured under those does not correct these."""
         other = copy(self)
         other.given = given
-        # Of what laps told beside others nothing is borne out without them, nor the other way round.
+        # Of what iterations took beside others nothing is borne out without them, nor the other way round.
         same = given.contended == self.given.contended
-        other._laps, other._disturbed = (list(self._laps), list(self._disturbed)) if same else ([], [])
+        other._times, other._disturbed = (list(self._times), list(self._disturbed)) if same else ([], [])
         other._hosts, other._took, other._flushes = [], [], []
         if not given.contended:
             other._parts = self._parts_alone
         return other
 
     def adopted(self) -> None:
-        """The plans changed: what the allocator caches will have to change, too."""
+        """Take note that the plans changed, and with them what the allocator caches."""
         self._under = self._spills = self._highest = 0
         self._flushes.clear()
         self._took.clear()
-        self._laps.clear()
+        self._times.clear()
         self._disturbed.clear()
         self._hosts.clear()
 
     def stayed(self) -> None:
-        """The plans are the same by what was corrected: what periods say of that is told by those to come."""
+        """Take note that the plans stay after a correction; later iterations will tell whether it was right."""
         self._under = self._highest = 0
 
     def rearranged(self) -> None:
-        """Memory is asked for in another order: what the allocator caches will have to change, as under new plans."""
+        """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
         self._under = self._spills = 0
         self._flushes.clear()
 
     def news(self) -> None:
-        """What was recorded changed: whatever the pace was found to be, it was another recording's."""
+        """Take note of a new trace: the corrections of times belong to the one before."""
         self.pace, self._borne_out = 1.0, False
         self.host_pace, self.hooks, self.joins, self._host_looks = 1.0, 0.0, False, 0
-        self._laps.clear()
+        self._times.clear()
         self._disturbed.clear()
         self._looks = self._cuts = 0
 
-    def period_over(
+    def iteration_over(
         self,
-        made: Sequence[Made],
+        planned: Sequence[PlannedIteration],
         base: int,
         peak: int,
         *,
         pressed: bool,
         overflow: int,
-        lap: Lap | None,
-        host: HostLap | None = None,
+        iteration_time: IterationTime | None,
+        host: HostTime | None = None,
     ) -> bool:
-        """Take in a period under the plans `made`, one for each kind of period; whether any correction changed.
+        """Take in an iteration under the present plans; return whether any correction changed.
 
         Parameters
         ----------
+        planned : sequence of PlannedIteration
+            One for each kind of iteration.
         base, peak, pressed, overflow
             See `peak`.
-        lap : Lap, optional
-            See `lap`.
-        host : HostLap, optional
+        iteration_time : IterationTime, optional
+            See `iteration`.
+        host : HostTime, optional
             See `host`.
         """
-        if (overflow or pressed or peak > self._target) and _hold_least(made):
+        if (overflow or pressed or peak > self._target) and _hold_least(planned):
             self._under += 1
             return False
-        predictions = [each.predicted for each in made if each.predicted is not None]
-        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
-        one_kind_or_untold = len(made) == 1 or not predictions
+        predictions = [each.predicted for each in planned if each.predicted is not None]
+        # Of several kinds of iterations nobody says which one this was: what a short one left free, a long one needs.
+        one_kind_or_unpredicted = len(planned) == 1 or not predictions
         changed = self.peak(
             peak,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),
             base,
             pressed=pressed,
-            may_grow=one_kind_or_untold and not all(each.plan.keeps_everything for each in made),
+            may_grow=one_kind_or_unpredicted and not all(each.plan.keeps_everything for each in planned),
             overflow=overflow,
         )
-        if lap is not None and len(made) == len(predictions) == 1:  # else it says nothing of the pace, either
-            (only,), (predicted,) = made, predictions
+        if (
+            iteration_time is not None and len(planned) == len(predictions) == 1
+        ):  # else it says nothing of the pace, either
+            (only,), (predicted,) = planned, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            changed |= self.lap(lap, predicted, believed=believed, disturbed=pressed or overflow > 0)
+            changed |= self.iteration(iteration_time, predicted, believed=believed, disturbed=pressed or overflow > 0)
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
-        """Whether it is still to be seen what the program takes the host: a recording makes that long."""
+        """Return whether the program's host time is still to be measured; a recording overstates it."""
         due = self._host_looks <= LOOKS and len(self._hosts) < HOSTS
         return due and bool(predicted.issuing) and not self.given.contended
 
-    def host(self, host: HostLap, plan: Plan, predicted: Simulated) -> bool:
-        """Take in what a period under a plan took the host; whether what it is taken to need changed.
+    def host(self, host: HostTime, plan: Plan, predicted: Simulated) -> bool:
+        """Take in the host time of an iteration under a plan; return whether the assumed host time changed.
 
-        The least of a few periods, and of those under the plans before: what makes one longer is a wait for the device,
-        or for others. Once for each plan.
+        The least of a few iterations counts, and of those under earlier plans: an iteration is longer if the host
+        waited for the device, or for others. This is done once for each plan.
         """
         if self._under < SETTLING or not self._awaits_host(predicted):
             return False
@@ -250,20 +252,20 @@ class Feedback:
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
         self.host_pace = min(self.host_pace, max(0.0, best.seconds - best.ours) / self._issuing)
         self.calls = _measured(best.hooks, plan, predicted.operators, self.calls)
-        told = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
-        self.hooks = max(0.0, best.ours - told)
+        by_plan = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
+        self.hooks = max(0.0, best.ours - by_plan)
         self.joins = all(host.idle for host in self._hosts)
-        now = self.host_pace * self._issuing + self.hooks + told
+        now = self.host_pace * self._issuing + self.hooks + by_plan
         return abs(now - foreseen) > OFF_PACE * predicted.seconds
 
     def _host_seconds(self, predicted: Simulated) -> float:
-        """What a period is predicted to take the host."""
+        """Return the predicted host time of an iteration."""
         return predicted.issuing + predicted.calls + self.hooks
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
     ) -> bool:
-        """Take in a period's peak; whether the correction changed.
+        """Take in the peak of an iteration; return whether the correction changed.
 
         Parameters
         ----------
@@ -274,7 +276,7 @@ class Feedback:
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
         may_grow : bool
-            Whether the plan would make use of more.
+            Whether the plan would use a larger budget.
         overflow : int
             Bytes that the allocator had to put elsewhere, as HBM was full.
         """
@@ -304,69 +306,70 @@ class Feedback:
             return False
         before = self.correction
         if slack < 0:
-            # A program may alternate between kinds of periods: the largest must fit, and it comes again.
+            # A program may alternate between kinds of iterations: the largest must fit, and it comes again.
             less = self.correction + slack
             if predicted is not None and self._good is not None and less < self._good < self.correction:
                 less = self._good  # it grew too far: what was there before kept to the target
             self.correction = self._ceiling = max(-base, less)
         elif may_grow and (gain := slack if predicted is None else min(self._target, predicted) - self._highest) > 0:
             most = self._target - base if predicted is None else self._target // 2
-            # What one short period leaves free, the next one may need.
+            # What one short iteration leaves free, the next one may need.
             due = self._under >= TELLING and self._growths < GROWTHS
             if predicted is None or (due and gain > WORTH * self._target):
                 self._growths += 1
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 
-    def lap(self, lap: Lap, predicted: Simulated, *, believed: bool = True, disturbed: bool = False) -> bool:
-        """Take in what a period took; whether the pace or the links changed, which takes that it is `believed`.
+    def iteration(
+        self, time: IterationTime, predicted: Simulated, *, believed: bool = True, disturbed: bool = False
+    ) -> bool:
+        """Take in the time of an iteration; return whether the pace or the links changed.
 
-        Not while the host's time is to be corrected: what is short because the host is quicker than was recorded would
-        be taken for a quicker device.
+        They change only if the time is `believed`. It is not while the host's time is to be corrected: an iteration
+        that is short because the host is faster than recorded would pass for a faster device.
 
-        What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
-        while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
-        there, so that a period was shorter than predicted is believed as soon as two agree; on a host so uneven that no
-        two do, the median of eight. But while a period is recorded the device waits for lanes half of the time: at its
-        power limit it is up to a tenth slower when it does not. Then every period takes longer. The host, too, may make
-        some of them longer: so that is believed only if of eight not one was shorter. What takes longer still has
-        another cause.
+        Compute time without its waits is the program's own. Under a plan the host stays ahead of the device, while it
+        is late now and then in recorded iterations, and always in a program of small kernels. It is never early there,
+        so an iteration shorter than predicted is believed as soon as two agree; on a host so uneven that no two do, the
+        median of eight is. But while an iteration is recorded the device waits for lanes half of the time. At its power
+        limit it is up to a tenth slower without these waits, in every iteration. The host, too, may make some of them
+        longer. So longer times are believed only if of eight not one was shorter. Even longer times have another cause.
 
-        To flush takes time, and memory in DRAM is slow, whatever the plan. That makes no period shorter: such
+        To flush takes time, and memory in DRAM is slow, whatever the plan. That makes no iteration shorter: such
         `disturbed` ones tell that recorded times are too long, by the median of eight, and nothing else.
 
-        Beside others who need the memory bus, or the cores, laps tell of these others. A pace that was borne out before
-        them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
+        While others use the memory bus or the cores, times show their load. A pace that was confirmed before stays:
+        otherwise plans would be made anew whenever a load comes, which takes seconds on busy cores.
         """
         if self._under < SETTLING:
             return False
-        self._laps = [*self._laps[1 - SURE :], lap]
+        self._times = [*self._times[1 - SURE :], time]
         self._disturbed = [*self._disturbed[1 - SURE :], disturbed]
         changed = believed and self._look(predicted)
-        if not changed and not self.given.contended and len(self._laps) == SURE:
+        if not changed and not self.given.contended and len(self._times) == SURE:
             self._borne_out = True
         return changed
 
     def _look(self, predicted: Simulated) -> bool:
-        """Have the laps so far correct the pace, or the links; whether they did."""
-        # Once more the pace alone, by more periods: better plans do not wait, and so the looks before were at the first
-        # periods under theirs. On a slow host those are long, and what two of them agree on is still too long.
+        """Correct the pace or the links by the times so far; return whether that was done."""
+        # Once more the pace alone, by more iterations: better plans do not wait, and so the looks before were at the
+        # first iterations under theirs. On a slow host those are long, and what two of them agree on is still too long.
         last, disturbed = self._looks == LOOKS, any(self._disturbed)
-        if self._looks > LOOKS or len(self._laps) < (SURE if last or disturbed else LAPS):
+        if self._looks > LOOKS or len(self._times) < (SURE if last or disturbed else AGREEING):
             return False
         if self.given.contended and self._borne_out:
-            agreed = None if disturbed else _agreed(self._laps[-LAPS:])
+            agreed = None if disturbed else _agreed(self._times[-AGREEING:])
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
-        self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
-        agreed = None if disturbed else _agreed(self._laps if last else self._laps[-LAPS:])
-        best = agreed or _median(self._laps)
+        self._looks += last  # whatever it finds: two short iterations at the end of an epoch are no news of the pace
+        agreed = None if disturbed else _agreed(self._times if last else self._times[-AGREEING:])
+        best = agreed or _median(self._times)
         if best is None or (computed := _computed(best)) <= 0:
             return False
         foreseen = _without_stalls(predicted)
         late = foreseen * (1 + LATE_PACE)
         if not last and late < computed < foreseen * SLOWEST:
-            computed = min(map(_computed, self._laps))
-            believed = len(self._laps) == SURE and computed > late and not disturbed
+            computed = min(map(_computed, self._times))
+            believed = len(self._times) == SURE and computed > late and not disturbed
         else:
             believed = computed < foreseen * (1 - OFF_PACE)
         if self._host_seconds(predicted) > foreseen * (1 - OFF_PACE):
@@ -378,7 +381,7 @@ class Feedback:
         return True
 
     def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:
-        """Take in for how long compute waited for each lane, in seconds; whether the links changed."""
+        """Take in how long compute waited for each lane, in seconds; return whether the links changed."""
         slower = {}
         for lane, seconds in measured.items():
             late = seconds - predicted.stalls.get(lane, 0.0)
@@ -395,7 +398,7 @@ class Feedback:
 
 
 def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> Calls:
-    """What a plan's calls cost one by one, by what hooks took under it; as `before` where it has none of a kind."""
+    """Return the host costs of a plan's parts, by what hooks took under it; as `before` for parts that it lacks."""
     moved = sum(len(group.sites) for group in plan.groups)
     return Calls(
         group=hooks.groups / len(plan.groups) if plan.groups else before.group,
@@ -404,37 +407,37 @@ def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> C
     )
 
 
-def _hold_least(made: Sequence[Made]) -> bool:
-    """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
-    if all(each.predicted is not None for each in made):
-        return max(made, key=Made.peak).least
-    return all(each.least for each in made)
+def _hold_least(planned: Sequence[PlannedIteration]) -> bool:
+    """Return whether no plans hold less; of several, the one that is predicted to hold most counts."""
+    if all(each.predicted is not None for each in planned):
+        return max(planned, key=PlannedIteration.peak).least
+    return all(each.least for each in planned)
 
 
-def _seconds(lap: Lap) -> float:
-    return lap.seconds
+def _seconds(time: IterationTime) -> float:
+    return time.seconds
 
 
-def _agreed(laps: Sequence[Lap]) -> Lap | None:
-    """The shortest lap of those that agree with their neighbour; None if no two do.
+def _agreed(times: Sequence[IterationTime]) -> IterationTime | None:
+    """Return the shortest of the times that agree with their neighbour; None if no two do.
 
-    A period that is shorter than those beside it is another: fewer samples, a step that was left out.
+    An iteration that is shorter than those beside it is another: fewer samples, or a skipped step.
     """
-    pairs = (sorted(pair, key=_seconds) for pair in pairwise(laps))
+    pairs = (sorted(pair, key=_seconds) for pair in pairwise(times))
     agreed = (best for best, other in pairs if other.seconds <= best.seconds * (1 + OFF_PACE))
     return min(agreed, key=_seconds, default=None)
 
 
-def _median(laps: Sequence[Lap]) -> Lap | None:
-    """The one in the middle, once there are as many as make sure: half of them were no longer."""
-    return sorted(laps, key=_computed)[SURE // 2] if len(laps) == SURE else None
+def _median(times: Sequence[IterationTime]) -> IterationTime | None:
+    """Return the median once there are enough times: half of them were no longer."""
+    return sorted(times, key=_computed)[SURE // 2] if len(times) == SURE else None
 
 
 def _without_stalls(predicted: Simulated) -> float:
-    """What the period is predicted to take without its waits."""
+    """Return the predicted time of the iteration without its waits."""
     return predicted.seconds - sum(predicted.stalls.values())
 
 
-def _computed(lap: Lap) -> float:
-    """What the period took without its waits."""
-    return lap.seconds - sum(lap.stalls.values())
+def _computed(time: IterationTime) -> float:
+    """Return the time of the iteration without its waits."""
+    return time.seconds - sum(time.stalls.values())

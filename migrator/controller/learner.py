@@ -1,11 +1,11 @@
-"""Learns a program: what its plans are made for, when to plan anew, and which plans hold.
+"""Decides which iterations are recorded, when plans are made and which plans hold, for one device.
 
-Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say. Which
-periods are to be recorded `migrator.controller.recordings` says.
+Pure: the learner takes in traces and measurements and returns plans; the caller decides who runs its jobs.
+`migrator.controller.recordings` decides which iterations are recorded.
 
-A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
-room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
-been part of it. From then on both are corrected by `feedback`.
+If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
+that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
+peak. From then on `feedback` corrects both.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import replace
 from operator import is_
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
+from torch_tiers.migrator.controller.cached_plans import CachedPlans, PlanCache
 from torch_tiers.migrator.controller.feedback import SETTLED, SETTLING, Feedback
-from torch_tiers.migrator.controller.made import GAIN, Made, after, are_the_same, foresee
 from torch_tiers.migrator.controller.orders import Orders, PlanningFailed, Submit
+from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, after, are_the_same, predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
-from torch_tiers.migrator.controller.remembered import Memory, Remembered
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import HostLap, Lap, alike
+from torch_tiers.migrator.model.timing import HostTime, IterationTime, alike
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.simulator import Simulated, simulate
@@ -32,11 +32,11 @@ log = logging.getLogger("tiers")
 
 REFUSED, FAILED = "no plan fits", "planning failed"  # what a user is warned of once
 AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
-PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
+PATIENCE = 3  # iterations without an optimizer step after which the program is taken to have none
 
 
 class Learner:
-    """Decides over the periods of one device.
+    """Plans the iterations of one device.
 
     Parameters
     ----------
@@ -45,21 +45,21 @@ class Learner:
     target : int
         The peak to aim for, in bytes.
     links : Links
-        What the policy takes the lanes to give.
+        Bandwidths that the policy assumes.
     submit : callable
-        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the period in
-        which they are there.
+        Runs a job that takes longer than some milliseconds. Its plans are adopted at the end of the iteration in which
+        they are ready.
     recordings : int
-        Periods that are recorded before there is a plan; see `migrator.model.timing`.
+        Iterations that are recorded before the first plan; see `migrator.model.timing`.
     must_fit : bool
-        Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
-        comes closest is carried out, and that is said once.
+        Whether a target that no plan meets is an error. If the allocator can put the excess elsewhere, the plan that
+        comes closest is executed, with one warning.
     budget : int, optional
-        What the target is a part of, which the user has set and is told of; the target without it.
-    memory : Memory, optional
-        What earlier runs of the program learned.
-    told : set of str, optional
-        What its user was warned of already: of a device's threads, which come and go, one warning is enough.
+        The user's budget, of which the target is a part; errors name it. By default the target.
+    plan_cache : PlanCache, optional
+        Plans of earlier runs of the program.
+    warned : set of str, optional
+        Warnings that were given already: the threads of a device come and go, and one warning is enough.
     """
 
     def __init__(
@@ -72,222 +72,224 @@ class Learner:
         *,
         must_fit: bool = True,
         budget: int | None = None,
-        memory: Memory | None = None,
-        told: set[str] | None = None,
+        plan_cache: PlanCache | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         self._target = target
         self._budget = target if budget is None else budget
-        self._told = set[str]() if told is None else told
-        self._memory = memory
-        self._is_kept = False  # what there is, in that memory
-        self._static: Callable[[], int] = int  # bytes in use between periods
+        self._warned = set[str]() if warned is None else warned
+        self._plan_cache = plan_cache
+        self._is_cached = False  # whether what there is is in that cache
+        self._static: Callable[[], int] = int  # bytes in use between iterations
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
-        self._periods = 0
+        self._iterations = 0
         self._under = 0  # of these, under the plans that there are
-        self._whole = False  # whether any period was
-        self._remembers = False  # whether this run began with what another learned
-        self._verifies = False  # whether the next recorded period is to tell that this is right
+        self._whole = False  # whether any iteration was
+        self._from_cache = False  # whether this run began with what another learned
+        self._verifies = False  # whether the next recorded iteration is to tell that this is right
         self._unseen = False  # whether it is still to be seen that some of that can be recomputed
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._due = False  # whether plans are to be asked for, for what was recorded
         self._has_planned = False  # ever
         self._may_stay = False  # the present plans, where those that were asked for are no better
-        self._made: tuple[Made, ...] = ()
-        self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
+        self._planned: tuple[PlannedIteration, ...] = ()
+        self._planned_traces: tuple[Trace, ...] = ()  # what `_planned` is for
         self._recorded: tuple[Trace, ...] = ()  # and that as it was recorded
         self._asked_for: tuple[Trace, ...] = ()  # the same of what is being made
 
     @property
     def records_next(self) -> bool:
-        """Whether the next period is to be recorded."""
+        """Return whether the next iteration is recorded."""
         return self._recordings.due
 
     @property
     def holds_device(self) -> bool:
-        """Whether the host is to be ahead of the device in that period, which so tells the device's own pace.
+        """Return whether the device is held back in that iteration, so that it shows its own pace.
 
-        Only in the last one of those recorded in a row: a program that is slow to learn is not to be slower.
+        Only in the last of those recorded in a row: a program that is slow to learn is not to become slower.
         """
         return self._recordings.last
 
     @property
     def planning(self) -> bool:
-        """Whether plans are being made in the background."""
+        """Return whether plans are being made in the background."""
         return self._orders.under_way
 
     @property
     def complete(self) -> bool:
-        """Whether there are plans for all that the program has, and no others on their way."""
+        """Return whether there are plans for all kinds of iterations, and no others on their way."""
         return self._whole and self._has_all
 
     @property
     def settled(self) -> bool:
-        """Whether these plans stay, as far as anybody can say: laps bore them out.
+        """Return whether these plans stay, as far as is known: measured iteration times confirmed them.
 
-        Also of programs that make no optimizer step, as far as is known.
+        This may hold of programs that make no optimizer step, too.
         """
         return self._has_all and self._feedback.settled
 
     @property
     def _has_all(self) -> bool:
-        return bool(self._made) and not self._orders.asked and not self._recordings.due
+        return bool(self._planned) and not self._orders.asked and not self._recordings.due
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each of `traces`."""
-        return tuple(made.plan for made in self._made)
+        """Return one plan for each of `traces`."""
+        return tuple(each.plan for each in self._planned)
 
     @property
     def predictions(self) -> tuple[Simulated | None, ...]:
-        """What each of `plans` comes to, as far as its trace tells."""
-        return tuple(made.predicted for made in self._made)
+        """Return the prediction for each of `plans`; None if its trace does not suffice."""
+        return tuple(each.predicted for each in self._planned)
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """One trace per kind of period that there are plans for, the one recorded last at the end."""
-        return self._planned
+        """Return one trace for each kind of iteration that there are plans for, the one recorded last at the end."""
+        return self._planned_traces
 
     @property
     def varies(self) -> bool:
-        """Whether no period is as large as that of its kind which the plan is for."""
+        """Return whether iterations of a kind differ in size more often than not."""
         return self._recordings.varies
 
-    def period_over(
+    def iteration_over(
         self,
         trace: Trace | None,
         peak: int,
         *,
         whole: bool,
-        drifted: bool,
+        mispredicted: bool,
         pressed: bool,
         overflow: int = 0,
-        lap: Lap | None = None,
-        host: HostLap | None = None,
+        iteration_time: IterationTime | None = None,
+        host: HostTime | None = None,
         refused: bool = False,
         static: Callable[[], int] = int,
     ) -> bool:
-        """Take in one period; whether `plans` changed.
+        """Take in one iteration; return whether `plans` changed.
 
         Parameters
         ----------
         trace : Trace or None
-            What was recorded, if it was.
+            Its trace, if it was recorded.
         peak : int
-            Highest use of HBM in the period, in bytes.
+            Highest use of HBM in the iteration, in bytes.
         whole : bool
-            Whether everything that lives as long as the program existed when the period began: the
-            optimizer makes its state in the first step, so peaks before that are too low.
+            Whether everything that lives as long as the program existed when the iteration began: the optimizer makes
+            its state in the first step, so peaks before that are too low.
+        mispredicted : bool
+            Whether considerably more was saved, or was not, than any plan expects.
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
         overflow : int
             Bytes for which HBM had no room, and which the allocator had to put elsewhere.
-        drifted : bool
-            Whether what was saved, or was not, is considerably more than what any plan foresees.
-        lap : Lap, optional
-            What this period took, or the one before it, and for how long compute waited for each lane.
-        host : HostLap, optional
-            What this period took the host.
+        iteration_time : IterationTime, optional
+            What this iteration took the device, or the one before it, and how long compute waited for each lane.
+        host : HostTime, optional
+            What this iteration took the host.
         refused : bool
-            Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
-            memory and of time, tells nothing of the plan.
+            Whether a tier had no room for what the plan offloads, so that it stayed in HBM. Then memory and time say
+            nothing about the plan.
         static : callable
-            Bytes in use now, between two periods; 0 where nobody counts them. To ask takes a tenth of a millisecond.
+            Returns the bytes in use now, between two iterations; 0 if nobody counts them. A call takes 0.1 ms.
 
         Raises
         ------
         NoPlanFits
             If the target is too small for any plan, and there was none yet.
         """
-        self._periods += 1
+        self._iterations += 1
         self._under += 1
         self._static = static
-        if lap is not None and lap.age >= self._under:
-            lap = None  # of a period under other plans
+        if iteration_time is not None and iteration_time.age >= self._under:
+            iteration_time = None  # of an iteration under other plans
         if whole and not self._whole:
             self._whole = True
             # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
-            if self._recordings.traces and not self._remembers:
+            if self._recordings.traces and not self._from_cache:
                 self._record_anew()
-        planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
+        had_plans = bool(self._planned)  # in the iteration that is over: without a plan nothing is foreseen
         changed = self._adopt()
-        if trace is not None and not (planned or changed) and self._recall(trace):
+        if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
-        if not (whole or self._periods >= PATIENCE):
+        if not (whole or self._iterations >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
-        if not self._orders.asked:  # what departs while plans are made is what they are made for
-            self._recordings.pass_by(self._periods, drifted=drifted and planned)
-        if lap is not None and self._under > SETTLING and not (refused or drifted):
-            self._feedback.note(lap)  # also while plans are made, which are to be better than that
-        if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
+        if not self._orders.asked:  # what is mispredicted while plans are made is what they are made for
+            self._recordings.pass_by(self._iterations, mispredicted=mispredicted and had_plans)
+        if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted):
+            self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
+        if changed or refused or self._orders.asked or self._recordings.learning or not self._planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        lap = None if drifted else lap
-        base = max(self._before_correction(trace) for trace in self._planned)
-        host = None if lap is None else host
-        if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host):
-            log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
-            return self._plan(present=self._made if self._is_current else ())
+        iteration_time = None if mispredicted else iteration_time
+        base = max(self._before_correction(trace) for trace in self._planned_traces)
+        host = None if iteration_time is None else host
+        if self._feedback.iteration_over(
+            self._planned, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
+        ):
+            log.info("iteration %d, corrections changed: %s", self._iterations, self._feedback)
+            return self._plan(present=self._planned if self._is_current else ())
         if self.settled:
-            self._keep()
+            self._store()
         return False
 
-    def _recall(self, trace: Trace) -> bool:
-        """Begin with what an earlier run of this program learned; whether there is anything."""
-        found = None if self._memory is None or self._has_planned else self._memory.recall(trace.sites)
+    def _resume_from_cache(self, trace: Trace) -> bool:
+        """Begin with the cached plans of an earlier run; return whether there are any."""
+        found = None if self._plan_cache is None or self._has_planned else self._plan_cache.find(trace.sites)
         if found is None or not found.holds_for(self._feedback.given, self._static(), int(SETTLED * self._target)):
             return False
         self._feedback.resume(found.corrections)
         self._recordings.resume(found.traces)
-        self._planned, budgets = self._to_plan()
-        kinds = zip(found.plans, self._planned, budgets, strict=True)
+        self._planned_traces, budgets = self._to_plan()
+        kinds = zip(found.plans, self._planned_traces, budgets, strict=True)
         correction, links = self._feedback.correction, self._feedback.links
         self._carry_out(
             tuple(
-                Made(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
+                PlannedIteration(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
                 for plan, trace, budget in kinds
             )
         )
         self._recorded, self._verifies = found.traces, True
-        log.info("period %d, the program begins with the plans of an earlier run", self._periods)
-        self._remembers = self._is_kept = True
+        log.info("iteration %d, begins with cached plans of an earlier run", self._iterations)
+        self._from_cache = self._is_cached = True
         dropped = {key for plan in found.plans for key in plan.recompute}
         self._unseen = not dropped <= _obtainable(trace)
         return True
 
-    def _is_as_remembered(self, trace: Trace, peak: int) -> bool:
-        """Whether the first whole period is as in the run before: no larger, and as much of it can be recomputed."""
-        known = {key for of in self._planned for key in of.by_key}
+    def _is_as_cached(self, trace: Trace, peak: int) -> bool:
+        """Return whether the first whole iteration is no larger than in the earlier run, and recomputes as much."""
+        known = {key for of in self._planned_traces for key in of.by_key}
         if not trace.by_key.keys() <= known:
             return True  # another kind, of which nothing was said
         dropped = {key for plan in self.plans for key in plan.recompute} & trace.by_key.keys()
-        most = max((made.peak() for made in self._made), default=0)
+        most = max((each.peak() for each in self._planned), default=0)
         return dropped <= _obtainable(trace) and peak <= max(most, self._target) + int(SETTLED * self._target)
 
-    def _keep(self) -> None:
-        """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
-        if self._memory is None or self._is_kept or self._feedback.given.contended or not self._is_current:
+    def _store(self) -> None:
+        """Cache what was learned, once; not while others use the memory bus, who may not be there in the next run."""
+        if self._plan_cache is None or self._is_cached or self._feedback.given.contended or not self._is_current:
             return
-        self._is_kept = True
-        if not any(each.least or each.refused for each in self._made):  # else it is to be said again what does not fit
+        self._is_cached = True
+        if not any(each.least or each.refused for each in self._planned):  # else the next run is to warn again
             found = self._feedback.corrections, self._feedback.given, self._static()
-            self._memory.keep(Remembered(self._recordings.traces, self.plans, *found))
+            self._plan_cache.store(CachedPlans(self._recordings.traces, self.plans, *found))
 
     @property
     def _is_current(self) -> bool:
-        """Whether the plans are for what is recorded: that may be newer, where no plan could be made for it."""
+        """Return whether the plans are for the latest traces: for newer ones no plan may have been possible."""
         traces = self._recordings.traces
         return len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         verifies, self._verifies = self._verifies, False
-        if verifies and not self._is_as_remembered(trace, peak):
-            log.info("period %d, the program is another than that which plans were kept of", self._periods)
+        if verifies and not self._is_as_cached(trace, peak):
+            log.info("iteration %d, the program differs from that of the cached plans", self._iterations)
             self._record_anew()
-        if self._recordings.add(trace, self._periods):
+        if self._recordings.add(trace, self._iterations):
             self._afresh = self._due = True
             self._feedback.news()
             if self._room is None:
@@ -300,10 +302,10 @@ class Learner:
         return self._target if trace.others else self._room or 0
 
     def relink(self, links: Links) -> bool:
-        """From now on plan with `links`, corrected as before; whether `plans` changed.
+        """Plan with other `links` from now on, corrected as before; return whether `plans` changed.
 
-        The present plans hold until others are there. Beside others who need the memory bus they stay where the new
-        ones are no better; once these are gone, plans are what they would be without them.
+        The present plans hold until others are ready. While others use the memory bus they stay if the new ones are no
+        better. When these are gone, plans are what they would be without them.
 
         Raises
         ------
@@ -314,16 +316,16 @@ class Learner:
             return False
         self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.
-        if self._recordings.learning or not (self._made or self._orders.asked):
+        if self._recordings.learning or not (self._planned or self._orders.asked):
             return False
-        return self._plan(present=self._made if links.contended and self._is_current else ())
+        return self._plan(present=self._planned if links.contended and self._is_current else ())
 
     def rearranged(self) -> None:
-        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
+        """Take note that groups return earlier or later from now on, which changes the order of memory requests."""
         self._feedback.rearranged()
 
     def plan_for_less(self, below: int) -> None:
-        """The tiers below HBM hold `below` bytes by now, and less than the plans move: wait for others that fit.
+        """Plan for `below` bytes below HBM, less than the plans offload, and wait for these plans.
 
         Raises
         ------
@@ -341,29 +343,29 @@ class Learner:
         self._adopt()
 
     def finish(self) -> None:
-        """Wait for plans that are being made; for what is told of the program at its end."""
+        """Wait for plans that are being made, as reports at the program's end describe them."""
         if self._orders.wait(AT_THE_END):
             self._adopt()
         if self.settled:
-            self._keep()
+            self._store()
 
     def forget(self) -> None:
-        """Begin anew: what was learned cannot be carried out."""
-        self._made, self._planned = (), ()
+        """Begin anew, as the plans cannot be executed."""
+        self._planned, self._planned_traces = (), ()
         self._record_anew()
 
     def _record_anew(self) -> None:
-        """Forget the traces; the plans that there are hold until there are others."""
+        """Forget the traces; the present plans hold until there are others."""
         self._recordings.begin_anew()
-        self._remembers = self._verifies = False
+        self._from_cache = self._verifies = False
         self._orders.drop()
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
 
-    def _plan(self, present: tuple[Made, ...] = ()) -> bool:
-        """Ask for plans; whether there are others already. What was asked for before is of no use any more.
+    def _plan(self, present: tuple[PlannedIteration, ...] = ()) -> bool:
+        """Order plans; return whether there are others already. An earlier order is cancelled.
 
-        Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
+        Plans that are `present` stay if those that were corrected since are no better.
         """
         traces, budgets = self._to_plan()
         self._may_stay, self._due = bool(present), False
@@ -372,12 +374,12 @@ class Learner:
         return self._adopt()
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
-        """What plans are made for, and the budget of each before correction."""
+        """Return the traces to plan for, and the budget of each before correction."""
         traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
         return traces, tuple(self._before_correction(trace) for trace in traces)
 
     def _adopt(self) -> bool:
-        """Take plans over that are there now; whether they are others than there were."""
+        """Adopt plans that are ready; return whether they differ from the present ones."""
         try:
             taken = self._orders.take()
         except NoPlanFits as error:
@@ -390,59 +392,61 @@ class Learner:
             return False
         if taken is None:
             return False
-        made, self._planned = taken
+        planned, self._planned_traces = taken
         self._recorded = self._asked_for
         afresh, self._afresh = self._afresh, False
         if afresh:
-            self._recordings.planned(self._periods)
-        made = after(made, self._made, afresh=afresh)
-        if self._may_stay and not afresh and self._takes_longer(made):
-            stay = (replace(new, plan=old.plan, asked=old.asked) for new, old in zip(made, self._made, strict=True))
-            made = foresee(tuple(stay), self._planned, self._feedback.links)
-        if not afresh and are_the_same(made, self._made):
+            self._recordings.planned(self._iterations)
+        planned = after(planned, self._planned, afresh=afresh)
+        if self._may_stay and not afresh and self._takes_longer(planned):
+            stay = (
+                replace(new, plan=old.plan, asked=old.asked) for new, old in zip(planned, self._planned, strict=True)
+            )
+            planned = predict_all(tuple(stay), self._planned_traces, self._feedback.links)
+        if not afresh and are_the_same(planned, self._planned):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
-            self._stay(made)
-            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
+            self._stay(planned)
+            log.info("iteration %d, the plans stay: %s", self._iterations, "; ".join(map(str, planned)))
             return False
-        self._carry_out(made)
+        self._carry_out(planned)
         return True
 
-    def _takes_longer(self, made: tuple[Made, ...]) -> bool:
-        """Whether a plan is predicted to take longer than the present one was measured to, and may have no less room.
+    def _takes_longer(self, planned: tuple[PlannedIteration, ...]) -> bool:
+        """Return whether a plan is predicted to take longer than the present one was measured to, with no less room.
 
-        What the present one is predicted to take may be far from that, on a host whose pace changes.
+        The prediction for the present plan may be far from that measurement, on a host whose speed changes.
         """
         took = self._feedback.took
-        if took is None or len(made) != 1 or len(self._made) != 1:
+        if took is None or len(planned) != 1 or len(self._planned) != 1:
             return False
-        (new,), (present,) = made, self._made
+        (new,), (present,) = planned, self._planned
         return new.predicted is not None and new.asked >= present.asked and new.predicted.seconds > took * (1 - GAIN)
 
     def _say_failed(self, why: str) -> None:
-        stays = "the plans there are stay" if self._made else "all that is saved moves, as before the first plan"
+        stays = "the plans there are stay" if self._planned else "all that is saved moves, as before the first plan"
         self._warn_once(FAILED, f"{why}; {stays}")
 
     def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             log.warning("%s", text)
 
-    def _stay(self, made: tuple[Made, ...]) -> None:
-        """The very plans there are, by what is known now; what periods under them took is yet to be told."""
-        self._made, self._under, self._is_kept = made, 0, False
+    def _stay(self, planned: tuple[PlannedIteration, ...]) -> None:
+        """Keep the present plans with new predictions, which are yet to be compared with measurements."""
+        self._planned, self._under, self._is_cached = planned, 0, False
         self._feedback.stayed()
 
-    def _carry_out(self, plans: tuple[Made, ...]) -> None:
-        """From now on these hold, and are to be borne out."""
-        self._made, self._under, self._has_planned = plans, 0, True
-        self._is_kept = False
+    def _carry_out(self, plans: tuple[PlannedIteration, ...]) -> None:
+        """Execute these plans from now on."""
+        self._planned, self._under, self._has_planned = plans, 0, True
+        self._is_cached = False
         self._feedback.adopted()
-        for made in plans:
-            log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
-            if made.refused is not None:
-                self._warn_once(REFUSED, f"{made.refused.out_of(self._budget)}; it runs anyway, using more hbm")
+        for each in plans:
+            log.info("iteration %d, plan by %s: %s", self._iterations, each.plan.policy, each)
+            if each.refused is not None:
+                self._warn_once(REFUSED, f"{each.refused.out_of(self._budget)}; it runs anyway, using more hbm")
 
 
 def _obtainable(trace: Trace) -> set[str]:
-    """Sites whose storages were seen to be recomputed bit for bit."""
+    """Return the sites whose storages were recomputed bit for bit in a trial."""
     return {site.key for site in trace.sites if site.storage in trace.recipes}

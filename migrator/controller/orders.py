@@ -1,4 +1,4 @@
-"""Has plans made: here and now where that takes some milliseconds, else beside the program. Pure."""
+"""Orders plans: computed at once if that takes some milliseconds, else beside the program. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.controller.background import at_once, give_up
-from torch_tiers.migrator.controller.made import Made, make_all
+from torch_tiers.migrator.controller.planned import PlannedIteration, plan_all
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.model.trace import Trace
@@ -18,11 +18,11 @@ AT_ONCE = 100  # sites with times, up to which planning takes but some milliseco
 
 
 class PlanningFailed(TiersError):
-    """No plan was made, for a reason that is none of the program's; `__cause__` tells which."""
+    """No plan was made, for a reason that is not the program's; `__cause__` has it."""
 
 
-Job = Callable[[], tuple[Made, ...]]
-Submit = Callable[[Job], "Future[tuple[Made, ...]]"]
+Job = Callable[[], tuple[PlannedIteration, ...]]
+Submit = Callable[[Job], "Future[tuple[PlannedIteration, ...]]"]
 
 
 class Orders:
@@ -42,18 +42,18 @@ class Orders:
         self._policy = policy
         self._submit = submit
         self._must_fit = must_fit
-        self._made: Future[tuple[Made, ...]] | None = None
+        self._ordered: Future[tuple[PlannedIteration, ...]] | None = None
         self._traces: tuple[Trace, ...] = ()  # what they are for
 
     @property
     def asked(self) -> bool:
         """Whether there is something to be taken over, now or later."""
-        return self._made is not None
+        return self._ordered is not None
 
     @property
     def under_way(self) -> bool:
         """Whether plans are being made."""
-        return self._made is not None and not self._made.done()
+        return self._ordered is not None and not self._ordered.done()
 
     def ask(
         self,
@@ -61,17 +61,17 @@ class Orders:
         budgets: tuple[int, ...],
         correction: int,
         links: Links,
-        present: tuple[Made, ...] = (),
+        present: tuple[PlannedIteration, ...] = (),
     ) -> None:
         """Ask for a plan for each trace, for its budget with the correction; or for the `present` one if as good."""
         job = partial(
-            make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit, present=present
+            plan_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit, present=present
         )
         self.drop()
         self._traces = traces
-        self._made = self._have_done(job, traces)
+        self._ordered = self._have_done(job, traces)
 
-    def take(self) -> tuple[tuple[Made, ...], tuple[Trace, ...]] | None:
+    def take(self) -> tuple[tuple[PlannedIteration, ...], tuple[Trace, ...]] | None:
         """The plans, and what they are for, once they are there.
 
         Raises
@@ -81,11 +81,11 @@ class Orders:
         PlanningFailed
             If who makes them failed, or took too long.
         """
-        if self._made is None or not self._made.done():
+        if self._ordered is None or not self._ordered.done():
             return None
-        made, self._made = self._made, None
-        if (error := made.exception()) is None:
-            return made.result(), self._traces
+        ordered, self._ordered = self._ordered, None
+        if (error := ordered.exception()) is None:
+            return ordered.result(), self._traces
         if isinstance(error, NoPlanFits):
             raise error
         raise PlanningFailed(f"no plan could be made: {error!r}") from error
@@ -93,17 +93,17 @@ class Orders:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until they are there, or for so long; whether they are. What is not there by then is not wanted."""
         try:
-            return self._made is not None and self._made.exception(seconds) is None
+            return self._ordered is not None and self._ordered.exception(seconds) is None
         except TimeoutError:
             self.drop()
             return False
 
     def drop(self) -> None:
         """They are not wanted any more."""
-        # Else a program of ever new kinds of periods has ever more processes that compute what nobody takes.
-        give_up(self._made)
-        self._made = None
+        # Else a program of ever new kinds of iterations has ever more processes that compute what nobody takes.
+        give_up(self._ordered)
+        self._ordered = None
 
-    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
+    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[PlannedIteration, ...]]:
         quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
         return (at_once if quick else self._submit)(job)

@@ -1,1 +1,1 @@
-"""What everybody here speaks of: traces, plans, links and times. Plain data, without torch."""
+"""The data model that all parts share: traces, plans, links and times. Plain data, without torch."""

@@ -1,9 +1,9 @@
-"""Two clocks: what a period takes the host, and what it takes the device. Pure functions on plain data.
+"""Two clocks: the time that an iteration takes the host, and the time that it takes the device. Pure functions.
 
-The host issues a stretch's operators one after the other; the device starts one when it is through with the one before
-and the host has issued it. So where the host is slower the device waits for it, and where the device is slower its
-queue grows. What costs the device alone is free where it waits for the host, and the other way round. After Daydream
-(Zhu et al., ATC 2020) and Lumos (Liang et al., MLSys 2025), with stretches in place of operators.
+The host issues a stretch's operators one after the other. The device starts one when the one before is done and the
+host has issued it. So where the host is slower the device waits for it, and where the device is slower its queue grows.
+Work of the device alone is free where it waits for the host, and the other way round. After Daydream (Zhu et al., ATC
+2020) and Lumos (Liang et al., MLSys 2025), with stretches in place of operators.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ QUEUE = 5e-3  # seconds by which a host is ahead at most: about a thousand launc
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What each stretch of a period takes.
+    """The times of each stretch of an iteration.
 
     Attributes
     ----------
     device : sequence of float
         Seconds of kernels in each stretch.
     host : sequence of float
-        Seconds that the host needs to issue them, by itself: without waiting for the device.
+        Seconds that the host needs to issue them, without waiting for the device.
     joins : collection of int
-        Stretches in which the host waits until the device is through with all that was issued.
+        Stretches in which the host waits until the device has finished all that was issued.
     hooks : float
-        Seconds for which ours keep the host in each stretch, which they would not without us.
+        Seconds that our hooks take the host in each stretch.
     """
 
     device: Sequence[float]
@@ -37,21 +37,21 @@ class Clocks:
 
 
 def wall(clocks: Clocks) -> tuple[list[float], float]:
-    """When a period that is one of many alike reaches the end of each stretch without us; and the host's lead then.
+    """Return when an iteration, one of many alike, reaches the end of each stretch without us; and the host's lead.
 
-    The lead is that as the period begins. Both in seconds; the first stretch begins at 0, on the device.
+    The lead is that at the begin of the iteration. Both are in seconds; the first stretch begins at 0, on the device.
     """
     ends, host = _played(clocks, 0.0)
     lead = min(QUEUE, max(0.0, ends[-1] - host)) if ends else 0.0
     if lead:
         ends, _ = _played(clocks, lead)
-    if ends:  # a host that is slower all in all is what the period waits for
+    if ends:  # a host that is slower all in all is what the iteration waits for
         ends[-1] = max(ends[-1], sum(clocks.host))
     return ends, lead
 
 
 def host_bound(clocks: Clocks) -> list[bool]:
-    """Whether the device waits for the host at the begin of each stretch, where nothing moves or is recomputed."""
+    """Return for each stretch whether the device waits for the host at its begin, if nothing moves or is recomputed."""
     clocks = replace(clocks, host=[issuing + clocks.hooks for issuing in clocks.host])
     ends, lead = wall(clocks)
     begins = [0.0, *ends[:-1]]
@@ -65,7 +65,7 @@ def host_bound(clocks: Clocks) -> list[bool]:
 
 
 def _played(clocks: Clocks, lead: float) -> tuple[list[float], float]:
-    """The end of each stretch on the device, and the end of the last on the host."""
+    """Return the end of each stretch on the device, and the end of the last on the host."""
     device, host = 0.0, -lead
     ends: list[float] = []
     for number, (busy, issuing) in enumerate(zip(clocks.device, clocks.host, strict=True)):

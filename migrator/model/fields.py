@@ -1,6 +1,6 @@
-"""Fields of the files that a run leaves, checked as they are read: whoever works with them afterwards may trust them.
+"""Validates fields of the files that a run writes (`trace.json`, `plan.json`) while they are read.
 
-The files may be cut off, of another version, or made by somebody who means ill. Pure functions on plain data.
+The files may be truncated, of another version, or malicious. Pure functions on plain data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 MOST_BYTES = 1 << 44
-"""Bytes of one storage, at most: sums of as many as a period has still are 64-bit numbers."""
+"""Bytes of one storage, at most: sums of as many as an iteration has still are 64-bit numbers."""
 
 MOST_SECONDS = 1e9
 """Seconds that anything takes, at most: thirty years."""
@@ -52,26 +52,26 @@ def parse(text: str) -> Any:
 
 
 def record(value: object, where: str) -> Mapping[str, Any]:
-    """A JSON object."""
+    """Return a JSON object; refuse anything else."""
     return value if isinstance(value, dict) else _refuse(where, "an object", value)
 
 
 def field(of: Mapping[str, Any], name: str, where: str = "") -> Any:
-    """What an object says under a name."""
+    """Return the value of a name of an object; refuse an object without it."""
     if name not in of:
         raise BadField(f"{where}.{name}" if where else name, "is missing")
     return of[name]
 
 
 def no_others(of: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
-    """Refuse what an object says under other names."""
+    """Refuse an object that has other names."""
     for name in of:
         if name not in names:
             raise BadField(where, f"has an unknown field {_short(name)}")
 
 
 def text(value: object, where: str) -> str:
-    """A string, of characters that can be printed as they are or escaped."""
+    """Return a string of characters that can be printed; refuse anything else."""
     if not isinstance(value, str):
         _refuse(where, "a string", value)
     try:
@@ -82,21 +82,21 @@ def text(value: object, where: str) -> str:
 
 
 def whole(value: object, where: str, low: int = 0, high: int = MOST_BYTES) -> int:
-    """A whole number from `low` to `high`, both included."""
+    """Return a whole number from `low` to `high`, both included; refuse anything else."""
     if type(value) is not int or not low <= value <= high:  # True is one of Python's, too
         _refuse(where, f"a whole number from {low} to {high}", value)
     return value
 
 
 def finite(value: object, where: str, low: float = 0.0, high: float = MOST_SECONDS) -> float:
-    """A finite number from `low` to `high`, both included."""
+    """Return a finite number from `low` to `high`, both included; refuse anything else."""
     if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
         _refuse(where, f"a number from {low:g} to {high:g}", value)
     return float(value)  # type: ignore[arg-type]
 
 
 def items(value: object, where: str, read: Callable[[Any, str], Item], most: int) -> tuple[Item, ...]:
-    """A list of at most so many items, each of which `read` takes."""
+    """Return a list of at most `most` items, each as `read` returns it."""
     if not isinstance(value, list):
         _refuse(where, "a list", value)
     if len(value) > most:
@@ -105,7 +105,7 @@ def items(value: object, where: str, read: Callable[[Any, str], Item], most: int
 
 
 def mapping(value: object, where: str, read: Callable[[Any, str], Item], most: int) -> dict[str, Item]:
-    """An object with any names, at most so many, whose values `read` takes."""
+    """Return an object with any names, at most `most`, with values as `read` returns them."""
     named = record(value, where)
     if len(named) > most:
         raise BadField(where, f"has {len(named)} entries, and no more than {most} can be")
@@ -113,7 +113,7 @@ def mapping(value: object, where: str, read: Callable[[Any, str], Item], most: i
 
 
 def number_of(name: str, where: str) -> int:
-    """The whole number that the name of an entry is: JSON has no others."""
+    """Return the whole number that a name of an entry stands for: JSON has no other names than strings."""
     digits = name.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
         raise BadField(where, f"has an entry {_short(name)}, which is no number of a storage")

@@ -1,6 +1,6 @@
-"""The links between the tiers, as plans see them: how fast each lane is, and what it costs to move. Plain data.
+"""The links between the tiers, as plans see them: the bandwidth of each lane, and the costs of moving. Plain data.
 
-The lanes' speeds are `[links]` in tiers.toml.
+The bandwidths are `[links]` in tiers.toml.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What it costs the host to carry a plan out, in seconds, there and back.
+    """The host's costs to execute a plan, in seconds, both ways together.
 
     Attributes
     ----------
     group : float
-        Of a group that leaves and comes back.
+        Of a group that is offloaded and prefetched.
     moved : float
         Of a saved tensor in it.
     remade : float
-        Of a saved tensor that is made again, besides the operators that make it.
+        Of a saved tensor that is recomputed, besides the operators.
     """
 
     group: float = 40e-6
@@ -43,7 +43,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What moving costs besides the links.
+    """The slowdown of compute by busy lanes.
 
     As measured on an H100: a lane that was busy throughout made a GPT's step of 265 ms 2.1% and 1.3% longer. On an H200
     it was less; plans that were made for that instead were 0.2 to 1.4% slower on the H100.
@@ -60,7 +60,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What each lane gives, in bytes per second, for transfers of full size.
+    """The bandwidth of each lane, in bytes per second, for transfers of full size.
 
     Attributes
     ----------
@@ -69,21 +69,21 @@ class Links:
     both : float
         The two together when both are busy, in total.
     disk_write, disk_read : float
-        DRAM to NVMe and back; 0 where there is no NVMe tier.
+        DRAM to NVMe and back; 0 if there is no NVMe tier.
     gds_write, gds_read : float
-        HBM to NVMe and back past the host's memory, by GPUDirect Storage; 0 where there is no such way.
+        HBM to NVMe and back past host memory, by GPUDirect Storage; 0 if there is no such path.
     latency : float
-        Seconds from asking for a transfer to its first byte.
+        Seconds from requesting a transfer to its first byte.
     usual : Links or None
-        What they give while nobody else needs the memory bus; None while nobody does.
+        The bandwidths while nobody else uses the memory bus; None while nobody does.
     below : int
-        Bytes that may move at once to the tiers at their other end.
+        Bytes that may move at once to the tiers below HBM.
     dram : int
-        Bytes of these that DRAM holds; what is more goes on to NVMe.
+        Bytes of these that DRAM holds; the rest goes on to NVMe.
     costs : Costs
-        What moving costs the device besides.
+        The slowdown of compute by busy lanes.
     calls : Calls
-        What a plan costs the host.
+        The host's costs to execute a plan.
     """
 
     d2h: float
@@ -102,58 +102,58 @@ class Links:
 
     @property
     def direct(self) -> bool:
-        """Whether what a plan gives to NVMe goes there past the host's memory."""
+        """Return whether groups that a plan assigns to NVMe go there past host memory."""
         return self.gds_write > 0 and self.gds_read > 0
 
     @property
     def staged(self) -> Links:
-        """These links where all that goes to NVMe lies in DRAM first."""
+        """Return these links without a direct path: all that goes to NVMe passes DRAM."""
         return replace(self, gds_write=0.0, gds_read=0.0)
 
     def with_direct_way(self, write: float, read: float) -> Links:
-        """These links where there is a direct way; what nobody has measured is as fast as through DRAM."""
+        """Return these links with a direct path; a bandwidth that was not measured is that through DRAM."""
         return replace(self, gds_write=write or self.disk_write, gds_read=read or self.disk_read)
 
     @property
     def has_drive(self) -> bool:
-        """Whether a plan may give anything to NVMe."""
+        """Return whether a plan may assign anything to NVMe."""
         return self.direct or self.disk_write > 0
 
     @property
     def drive(self) -> int:
-        """Bytes that NVMe holds."""
+        """Return the bytes that NVMe holds."""
         return BOUNDLESS if self.below >= BOUNDLESS else max(0, self.below - self.dram)
 
     def ways(self, tier: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The lanes out of HBM to a tier, and those back, in the order in which they are travelled."""
+        """Return the lanes from HBM to a tier, and those back, in the order in which they are used."""
         if tier != "nvme":
             return ("d2h",), ("h2d",)
         return (DIRECT[:1], DIRECT[1:]) if self.direct else STAGED
 
     @property
     def contended(self) -> bool:
-        """Whether others need the memory bus: of plans about as fast, one that moves little is to be taken."""
+        """Return whether others need the memory bus: of plans about as fast, one that moves little is preferred."""
         return self.usual is not None
 
     @property
     def alone(self) -> Links:
-        """These links while nobody else needs the memory bus."""
+        """Return these links as they are while nobody else needs the memory bus."""
         return self if self.usual is None else replace(self.usual, below=self.below, dram=self.dram)
 
     def scaled(self, parts: Mapping[str, float]) -> Links:
-        """Lanes that give a part of what was told, whoever else needs the memory bus."""
+        """Return these links with the bandwidths multiplied by `parts`, also while nobody else needs the memory bus."""
         slower = replace(self, **{lane: getattr(self, lane) * part for lane, part in parts.items()})
         return slower if self.usual is None else replace(slower, usual=self.usual.scaled(parts))
 
     def with_calls(self, calls: Calls) -> Links:
-        """These links where the host takes so long to carry a plan out."""
+        """Return these links with other host costs."""
         usual = None if self.usual is None else replace(self.usual, calls=calls)
         return replace(self, calls=calls, usual=usual)
 
     def reduced(self, left: Mapping[str, float]) -> Links:
-        """What is left of the links while the memory bus is busy.
+        """Return what is left of the links while the memory bus is busy.
 
-        What goes to the drives through DRAM crosses that bus, so it is no way out; what goes past it keeps its speed.
+        Transfers to drives through DRAM cross that bus, so they are no way out; direct transfers keep their speed.
 
         Parameters
         ----------
@@ -202,16 +202,16 @@ def links_from(
     below: int | None = None,
     dram: int | None = None,
 ) -> Links:
-    """The links as far as they were measured, and what is taken for granted for the rest.
+    """Return links with the measured bandwidths, and defaults for the rest.
 
     Parameters
     ----------
     measured : mapping of str to float or None
-        Bytes per second by the name of the lane; None, or no entry, where it was not measured.
+        Bytes per second by the name of the lane; None, or no entry, if it was not measured.
     disk : bool
         Whether there is an NVMe tier.
     direct : bool
-        Whether it is reached past the host's memory, too; where that was not measured, as fast as through it.
+        Whether there is a direct path to it, too; if it was not measured, it is as fast as the one through DRAM.
     below : int, optional
         Bytes that the tiers below HBM hold; without it as much as moves.
     dram : int, optional
@@ -236,5 +236,5 @@ def links_from(
 
 
 def usable(holds: int) -> int:
-    """Of what is below HBM the bytes to plan for: groups lie in whole pages, and what is left between is of no use."""
+    """Return the bytes below HBM to plan with: groups lie in whole pages, and the gaps between them are of no use."""
     return holds - holds // SPARE

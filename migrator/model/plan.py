@@ -1,4 +1,4 @@
-"""The plan: for each site keep, move or recompute, and which sites travel together. Plain data, `plan.json`."""
+"""The plan: keep, move or recompute for each site, and the groups in which sites move. Plain data, `plan.json`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room 
 
 
 class NoPlanFits(TiersError):
-    """No plan for the period stays within the budget.
+    """No plan for the iteration stays within the budget.
 
     Attributes
     ----------
     budget : int
-        What was asked for, in bytes.
+        The budget that was asked for, in bytes.
     smallest : int
-        The smallest budget for which there is one.
+        The smallest budget for which there is a plan.
     holds : str
-        What lies in HBM then where it holds most, and where that is.
+        What lies in HBM at the peak of that plan, and where the peak is.
     """
 
     def __init__(self, budget: int, smallest: int, holds: str) -> None:
@@ -46,7 +46,7 @@ class NoPlanFits(TiersError):
         return NoPlanFits, (self.budget, self.smallest, self.holds)  # plans are made in another process
 
     def out_of(self, budget: int) -> NoPlanFits:
-        """Say the same of the budget that `self.budget` was a part of."""
+        """Return the same error for the budget that `self.budget` was a part of."""
         return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
 
 
@@ -57,9 +57,9 @@ class Keep:
     Attributes
     ----------
     enter : int
-        Bytes it adds to HBM when saved: its storage's, 0 if an earlier site brought that.
+        Bytes that enter HBM when it is saved: its storage's, or 0 if an earlier site brought that.
     leave : int
-        Bytes that leave HBM when it was used: its storage's at the last use, else 0.
+        Bytes that leave HBM after it is used: its storage's at the last use, else 0.
     """
 
     enter: int
@@ -68,7 +68,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageGroup:
-    """Sites that leave as one and come back as one. Told apart by identity, as each is looked up often.
+    """Sites that are offloaded and prefetched together. Compared by identity, as each is looked up often.
 
     Attributes
     ----------
@@ -77,13 +77,13 @@ class PageGroup:
     nbytes : int
         Bytes of their storages.
     last_birth : int
-        Position of the last save of any of them, with which the group is complete.
+        Position of the last save of any of them, which completes the group.
     first_use : int or None
         Position at which backward first asks for one of them; None if it never does.
     bring_at : int or None
-        In-trigger: the position from which it may come back; None as soon as there is room.
+        In-trigger: the position from which it may be prefetched; None as soon as there is room.
     tier : str or None
-        Where it goes: ``dram`` or ``nvme``; None leaves it to what is free.
+        Its tier: ``dram`` or ``nvme``; None leaves the choice to what is free.
     """
 
     sites: tuple[str, ...]
@@ -99,26 +99,26 @@ _SAID = attrgetter(*(each.name for each in fields(PageGroup)))  # all that a gro
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one policy decided for one trace.
+    """The decisions of one policy for one trace.
 
     Attributes
     ----------
     policy : str
-        Who decided.
+        The policy.
     room : int
         Saved bytes that may lie in HBM at once: those kept, those leaving and those back.
     keep : mapping of str to Keep
         Sites that stay.
     groups : tuple of PageGroup
-        Sites that move, in the order of their deaths.
+        Sites that move, in the order of their last saves.
     recompute : tuple of str
-        Sites whose tensor is dropped and recomputed by its recipe: once, when one of its storage's sites is first
-        asked for, or something else is made from it; it then stays until the last of them was asked for.
+        Sites whose tensor is dropped and recomputed by its recipe: once, when one of its storage's sites is first asked
+        for, or something else is recomputed from it. It then stays until the last of them was asked for.
     limits : mapping of str to (int, int)
         How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
-        What is recomputed is taken off already: it does not count as saved bytes in HBM.
+        Recomputed storages are subtracted already: they do not count as saved bytes in HBM.
 
-    A site that is nowhere was not foreseen; it moves, in a group of its period's own.
+    A site without an entry is not expected; it moves, in a group of its iteration's own.
     """
 
     policy: str
@@ -130,42 +130,42 @@ class Plan:
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether nothing moves, and nothing is recomputed."""
+        """Return whether nothing moves, and nothing is recomputed."""
         return not (self.groups or self.recompute)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay in HBM."""
+        """Return the bytes that stay in HBM."""
         return sum(keep.enter for keep in self.keep.values())
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that leave HBM, and come back, once a period."""
+        """Return the bytes that are offloaded, and prefetched, once an iteration."""
         return sum(group.nbytes for group in self.groups)
 
     @property
-    def parcel_bytes(self) -> int:
-        """Bytes that the groups take below HBM, in whole pages."""
+    def stored_bytes(self) -> int:
+        """Return the bytes that the groups take below HBM, in whole pages."""
         return sum(round_up(group.nbytes, PAGE) for group in self.groups)
 
     def is_the_same_as(self, other: Plan) -> bool:
-        """Whether both say the same; groups are told apart by identity, and so are plans by ``==``."""
+        """Return whether both plans are equal; ``==`` is not enough, as groups are compared by identity."""
         if replace(self, groups=()) != replace(other, groups=()):
             return False
         return [*map(_SAID, self.groups)] == [*map(_SAID, other.groups)]
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote. Whether it is a plan of a certain trace `check_match` tells.
+        """Read what `to_json` wrote. `check_match` checks whether it is a plan for a certain trace.
 
         Raises
         ------
         ValueError
-            If the text is no JSON, or a `BadField` if it says what no run writes.
+            If the text is no JSON, or a `BadField` if it holds what no run writes.
         """
         data = record(parse(text), "plan")
         plan = cls(
@@ -214,7 +214,7 @@ def _limit(value: object, where: str) -> tuple[int, int]:
 
 
 def _check_places(plan: Plan) -> None:
-    """Every site has one place."""
+    """Check that every site has one place."""
     for number, group in enumerate(plan.groups):
         if not group.sites:
             raise BadField(f"groups[{number}].sites", "is empty")

@@ -1,8 +1,8 @@
-"""What measurements of one period tell together: times without what disturbed a single one. Pure functions.
+"""Combines the measurements of several iterations, and removes what disturbed single ones. Pure functions.
 
-While a period is recorded the host is late now and then (memory is pinned, kernels are loaded, groups are made), and
-the device idles. It never is early. So of each stretch between two positions the shortest is the truest, and of
-operations that are alike, too.
+While an iteration is recorded the host is late now and then (memory is pinned, kernels are loaded, groups are made),
+and the device idles. The host is never early. So of each stretch between two positions the shortest is the truest, and
+of operations that are alike, too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.trace import Recipe, Trace
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
-ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it a period begins by chance
+ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it an iteration begins by chance
 SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
 PRODUCT = re.compile(r"\b(?:\w*mm|convolution|\w*attention\w*)\b")  # among operators
 
 
-class Lap(NamedTuple):
-    """What a period took on the device, in seconds: all of it, and the waits for each lane.
+class IterationTime(NamedTuple):
+    """The time of an iteration on the device, in seconds: in total, and the waits for each lane.
 
     Attributes
     ----------
     age : int
-        Periods that the host was through with since: it may be far ahead of the device.
+        Iterations that the host has finished since: it may be far ahead of the device.
     """
 
     seconds: float
@@ -41,14 +41,14 @@ class Lap(NamedTuple):
 
 
 class HookTime(NamedTuple):
-    """For how long hooks for saved tensors kept the host, in seconds, by what was done with the tensor.
+    """The host time of the hooks for saved tensors, in seconds, by what was done with the tensor.
 
     Attributes
     ----------
     stays, moves, remade : float
-        For tensors that stay, that move, and that are made again.
+        For tensors that stay, that move, and that are recomputed.
     groups : float
-        Of the same hooks, what was done for whole groups: that is not in the others.
+        For whole groups, within the same hooks; not part of the others.
     """
 
     stays: float
@@ -57,15 +57,15 @@ class HookTime(NamedTuple):
     groups: float
 
 
-class HostLap(NamedTuple):
-    """What a period took the host from its first forward on, in seconds, and what of that was our own work.
+class HostTime(NamedTuple):
+    """The host time of an iteration from its first forward on, in seconds, and the part that was our own work.
 
     Attributes
     ----------
     idle : bool
-        Whether the device had nothing to do any more as it began.
+        Whether the device was idle as the iteration began.
     hooks : HookTime
-        Of our own work, that of the hooks.
+        The hooks' part of our own work.
     """
 
     seconds: float
@@ -75,13 +75,13 @@ class HostLap(NamedTuple):
 
 
 def product_in(name: str) -> str | None:
-    """The first product among the operators of a name; None if there is none."""
+    """Return the first product among the operators of a name; None if there is none."""
     found = PRODUCT.search(name)
     return found and found[0]
 
 
 def together(one: Trace, other: Trace) -> Trace:
-    """Two recordings of one kind of period as one; `other` where they are not of the same sites and positions."""
+    """Merge two traces of one kind of iteration; return `other` if their sites or positions differ."""
     if one.sites != other.sites or not (one.times and other.times):
         return other
     recipes = {
@@ -104,10 +104,10 @@ def together(one: Trace, other: Trace) -> Trace:
 
 
 def _beside(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """What lies in HBM besides in both of two recordings, in bytes by stretch.
+    """Return what lies in HBM besides in both of two recordings, in bytes by stretch.
 
-    What is there in one alone is an accident, unless the period began with it: where gradients are accumulated, all but
-    the first of a step's periods do, and the plan is for all of them.
+    What is there in one alone is an accident, unless the iteration began with it: if gradients are accumulated, all but
+    the first of a step's iterations do, and the plan is for all of them.
     """
     begins_with_more = bool(one) and abs(one[0] - other[0]) > ACCIDENT * max(*one, *other)
     return tuple(map(max if begins_with_more else min, one, other))
@@ -118,10 +118,10 @@ def _quicker(one: Recipe, other: Recipe) -> Recipe:
 
 
 def alike(trace: Trace) -> Trace:
-    """The same trace, in which recipes that do the same to as many bytes take the same time.
+    """Return the trace with equal times for recipes that do the same to as many bytes.
 
-    And recipes of one operation no more time a byte than its quickest large one: all but products are bound by memory,
-    while a short one is measured with the host's time for a call.
+    Recipes of one operation take no more time a byte than its quickest large one: all but products are bound by memory,
+    and a short one is measured with the host's time for a call.
     """
     nbytes = {life.ident: life.nbytes for life in trace.lifetimes}
 
@@ -137,9 +137,9 @@ def alike(trace: Trace) -> Trace:
 
 
 def _host_alike(trace: Trace, clocks: Clocks) -> tuple[float, ...]:
-    """The host's seconds, in no stretch more than what most of its kind take, at the same place of other layers.
+    """Return the host's seconds, in no stretch more than most of its kind take, at the same place of other layers.
 
-    What makes one longer while a period is recorded is a queue that is full, or memory that is asked for anew.
+    A stretch is longer while it is recorded if a queue is full, or memory is mapped.
     """
     kinds: dict[int, Hashable] = {}
     for site in trace.sites:
@@ -155,7 +155,7 @@ def _host_alike(trace: Trace, clocks: Clocks) -> tuple[float, ...]:
 
 
 def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> dict[int, Recipe]:
-    """The recipes, none slower a byte than the quickest of its operation that makes much."""
+    """Return the recipes, none slower a byte than the quickest of its operation with a large result."""
     rates: dict[str, float] = {}
     for ident, recipe in recipes.items():
         if (size := nbytes.get(ident, 0)) >= LARGE and product_in(recipe.op) is None:
@@ -168,25 +168,25 @@ def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> di
 
 
 def with_host(trace: Trace, pace: float, hooks: float, *, joins: bool) -> Trace:
-    """The same trace, in which what the program issues takes the host `pace` times as long, and our hooks so long.
+    """Return the trace with the program's host times multiplied by `pace`, and with the hooks' host time.
 
     Parameters
     ----------
     hooks : float
-        Seconds in a period, under any plan.
+        Seconds in an iteration, under any plan.
     joins : bool
-        Whether the host has waited for the device as a period begins.
+        Whether the host has waited for the device as an iteration begins.
     """
     clocks = trace.clocks
     if clocks is None:
         return trace
     host = tuple(pace * seconds for seconds in clocks.host)
-    told = frozenset(clocks.joins) | ({0} if joins else set())
-    return trace.on(replace(clocks, host=host, joins=told, hooks=hooks / (trace.positions + 1)))
+    all_joins = frozenset(clocks.joins) | ({0} if joins else set())
+    return trace.on(replace(clocks, host=host, joins=all_joins, hooks=hooks / (trace.positions + 1)))
 
 
 def at_pace(trace: Trace, pace: float) -> Trace:
-    """The same trace, in which everything that the device computes takes `pace` times as long."""
+    """Return the trace with all times of the device multiplied by `pace`."""
     if pace == 1.0 or not trace.times:
         return trace
     clocks = trace.clocks and replace(trace.clocks, device=tuple(pace * seconds for seconds in trace.clocks.device))
@@ -201,7 +201,7 @@ def at_pace(trace: Trace, pace: float) -> Trace:
 
 
 def _shortest(recipes: Mapping[int, Recipe], kind: Callable[[int, Recipe], Hashable]) -> dict[int, Recipe]:
-    """The recipes, each with the shortest time of its kind."""
+    """Return the recipes, each with the shortest time of its kind."""
     best: dict[Hashable, float] = {}
     for ident, recipe in recipes.items():
         best[kind(ident, recipe)] = min(recipe.seconds, best.get(kind(ident, recipe), recipe.seconds))

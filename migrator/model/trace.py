@@ -1,7 +1,7 @@
-"""The trace: what one period saved for backward, in order, when, and what it would cost to recompute it.
+"""The trace: what one iteration saved for backward, in order, when, and the cost of recomputing it.
 
-Plain data, `trace.json`. A *position* counts the events of the period (a tensor saved, a tensor asked
-for again); `times` and `others` tell what was measured at each.
+Plain data, `trace.json`. A *position* counts the events of the iteration (a tensor is saved, or asked for again);
+`times` and `others` hold the measurements at each position.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The k-th tensor a module saves within a period.
+    """The k-th tensor that a module saves within an iteration.
 
     Attributes
     ----------
     key : str
-        ``module.path:k``; the same in every period.
+        ``module.path:k``; the same in every iteration.
     storage : int
-        Which storage the tensor lies on; sites that share a storage share the number.
+        Number of the storage that the tensor lies on; sites on one storage share it.
     nbytes : int
         Bytes of the storage that must be kept for this tensor; 0 if moving it is impossible or frees nothing.
     birth : int
@@ -67,18 +67,19 @@ class Recipe:
     op : str
         The operators that made it, such as ``gelu(addmm)``, the last one first.
     inputs : tuple of int
-        Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
+        Storages it is recomputed from. They are saved in the same iteration; each is kept, moved or has a recipe
+        itself.
     seconds : float
-        What recomputing it takes on the device.
+        The recomputation's time on the device.
     host : float
-        What issuing it takes the host, in seconds.
+        The host's time to issue it, in seconds.
     kind : str
-        Equal for those that run the same operators on the same shapes; empty if that is not known.
+        Equal for recipes that run the same operators on the same shapes; empty if that is not known.
     call : int or None
-        The same for all that one operator returned, which is made at once: the first of these storages. None if that is
-        not known.
+        Equal for all storages that one operator returned, which are recomputed together: the first of them. None if
+        that is not known.
     scratch : int
-        Bytes that are in use besides while it is recomputed: results in between, a convolution's workspace.
+        Further bytes in use during the recomputation: intermediate results, a convolution's workspace.
     """
 
     op: str
@@ -92,34 +93,34 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trace:
-    """One period.
+    """One iteration.
 
     Attributes
     ----------
     sites : tuple of Site
-        What was saved, in the order of births.
+        The saved tensors, in the order of births.
     positions : int
-        How many positions the period has.
+        The number of positions.
     times : tuple of float
-        Seconds from the period's begin until the device reaches each position; empty if not measured.
+        Seconds from the iteration's begin until the device reaches each position; empty if not measured.
     seconds : float
-        The whole period, the optimizer's step included; 0 if not measured.
+        The whole iteration, the optimizer's step included; 0 if not measured.
     clocks : Clocks or None
-        What each stretch takes the device and the host, of which `times` and `seconds` follow; None where there is no
-        device besides the host, or nothing was measured.
+        Each stretch's times on device and host, from which `times` and `seconds` follow; None if there is no device
+        besides the host, or nothing was measured.
     others : tuple of int
-        The most HBM in use between the position before and this one, in bytes, without the storages of
-        the sites; one more at the end for what follows the last position. Empty if not measured. A storage
-        is a site's from the position after its birth to the one after its last use, in which the gradient is
-        computed with it; before and after that it counts here.
+        The most HBM in use between the position before and this one, in bytes, without the storages of the sites; one
+        more at the end for what follows the last position. Empty if not measured. A storage is a site's from the
+        position after its birth to the one after its last use, in which the gradient is computed with it; before and
+        after that it counts here.
     recipes : mapping of int to Recipe
-        Storages that can be recomputed cheaply.
+        Storages that can be recomputed.
     held : mapping of int to int
-        Storages that the program itself holds for longer than until the next save, and the stretch in which it does
-        no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
-        Of what stays in HBM by a plan that is recorded nothing is known.
+        Storages that the program itself holds for longer than until the next save, and the stretch in which it releases
+        them: a block's input is held until it is added to the output. Until then they lie in HBM though no plan keeps
+        them. Of storages that stay in HBM by a plan while they are recorded nothing is known.
     varies : bool
-        Other periods of the kind have other sizes: this is the largest, and no other takes what it takes.
+        Whether other iterations of the kind have other sizes: this is the largest, and its times hold for no other.
     """
 
     sites: tuple[Site, ...]
@@ -133,18 +134,18 @@ class Trace:
     varies: bool = False
 
     def on(self, clocks: Clocks) -> Trace:
-        """The same period, which takes device and host what `clocks` say."""
+        """Return the same iteration with other clocks."""
         (*times, seconds), _ = wall(clocks)
         return replace(self, clocks=clocks, times=tuple(times), seconds=seconds)
 
     @cached_property
     def lead(self) -> float:
-        """Seconds by which the host is ahead of the device as the period begins."""
+        """Return the seconds by which the host is ahead of the device as the iteration begins."""
         return 0.0 if self.clocks is None else wall(self.clocks)[1]
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
-        """One lifetime per storage that has bytes to move, in the order of their births."""
+        """Return one lifetime per storage that has bytes to move, in the order of their births."""
         born: dict[int, Site] = {}
         nbytes = self.storage_bytes
         uses: dict[int, list[int]] = {}
@@ -159,26 +160,26 @@ class Trace:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Unique saved bytes of the period."""
+        """Return the unique saved bytes of the iteration."""
         return sum(life.nbytes for life in self.lifetimes)
 
     def part_besides(self, other: Trace) -> float:
-        """The part, of the sites or of the unique saved bytes, whichever is larger, that `other` does not have."""
+        """Return the part of the sites, or of the unique saved bytes if larger, that `other` does not have."""
         new = [site.storage for site in self.sites if site.key not in other.by_key]
         nbytes = sum(self.storage_bytes[ident] for ident in set(new))
         return max(len(new) / max(1, len(self.sites)), nbytes / max(1, self.saved_bytes))
 
     @cached_property
     def storage_bytes(self) -> Mapping[int, int]:
-        """Bytes of every storage that a site refers to; 0 for those that cannot move."""
+        """Return the bytes of every storage that a site refers to; 0 for those that cannot move."""
         nbytes: dict[int, int] = {}
         for site in self.sites:
             nbytes[site.storage] = max(site.nbytes, nbytes.get(site.storage, 0))
         return nbytes
 
     @cached_property
-    def let_go(self) -> Mapping[int, int]:
-        """By storage, the stretch from which on it lies in HBM only if somebody keeps it, as the program does not."""
+    def released_at(self) -> Mapping[int, int]:
+        """Return for each storage the stretch from which on the program does not hold it any more."""
         ends = dict(self.held)
         after = ("", -1, -1)  # the next site's module, its birth, and the last save that follows it in that module
         for site in reversed(self.sites):
@@ -192,17 +193,17 @@ class Trace:
 
     @cached_property
     def turn(self) -> int:
-        """Position of the last save before backward asks for anything."""
+        """Return the position of the last save before backward asks for anything."""
         first_use = min((site.uses[0] for site in self.sites if site.uses), default=self.positions)
         return max((site.birth for site in self.sites if site.birth < first_use), default=0)
 
     @cached_property
     def by_key(self) -> Mapping[str, Site]:
-        """The sites by their keys."""
+        """Return the sites by their keys."""
         return {site.key: site for site in self.sites}
 
     def to_json(self) -> str:
-        """One JSON object with a format number."""
+        """Return one JSON object with a format number."""
         data = {
             "format": FORMAT,
             "positions": self.positions,
@@ -213,18 +214,18 @@ class Trace:
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
             "held": self.held,
             "varies": self.varies,
-            "clocks": None if self.clocks is None else _told(self.clocks),
+            "clocks": None if self.clocks is None else _clocks_to_json(self.clocks),
         }
         return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """Read what `to_json` wrote. What is found wrong here nobody has to expect any more.
+        """Read and validate what `to_json` wrote.
 
         Raises
         ------
         ValueError
-            If the text is of another format, or a `BadField` if it says what no run writes.
+            If the text is of another format, or a `BadField` if it holds what no run writes.
         """
         data = fields.parse(text)
         found = data.get("format") if isinstance(data, dict) else None
@@ -249,7 +250,7 @@ class Trace:
         return trace
 
 
-def _told(clocks: Clocks) -> dict[str, object]:
+def _clocks_to_json(clocks: Clocks) -> dict[str, object]:
     joins = sorted(clocks.joins)
     return {"device": list(clocks.device), "host": list(clocks.host), "joins": joins, "hooks": clocks.hooks}
 
@@ -273,7 +274,7 @@ def _time(value: object, where: str) -> float:
 
 
 def _site(value: object, where: str, positions: int) -> Site:
-    said = _told_of(Site, value, where)
+    said = _fields_of(Site, value, where)
     at = partial(whole, high=positions - 1)
     return Site(
         key=string(value_of(said, "key", where), f"{where}.key"),
@@ -286,7 +287,7 @@ def _site(value: object, where: str, positions: int) -> Site:
 
 
 def _recipe(value: object, where: str) -> Recipe:
-    said = _told_of(Recipe, value, where)
+    said = _fields_of(Recipe, value, where)
     return Recipe(
         op=string(value_of(said, "op", where), f"{where}.op"),
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
@@ -298,7 +299,7 @@ def _recipe(value: object, where: str) -> Recipe:
     )
 
 
-def _told_of(kind: type[Site | Recipe], value: object, where: str) -> Mapping[str, Any]:
+def _fields_of(kind: type[Site | Recipe], value: object, where: str) -> Mapping[str, Any]:
     said = fields.record(value, where)
     fields.no_others(said, tuple(each.name for each in dataclasses.fields(kind)), where)
     return said
@@ -313,7 +314,7 @@ def _by_storage(value: object, where: str, read: Callable[[Any, str], Item]) -> 
 
 
 def _check_order(trace: Trace) -> None:
-    """Sites come in the order of their births, no two under one name, and are asked for afterwards."""
+    """Check that sites come in the order of births, with unique keys, and are used after that."""
     events, keys, before = len(trace.sites), set[str](), -1
     for number, site in enumerate(trace.sites):
         where = f"sites[{number}]"
@@ -330,7 +331,7 @@ def _check_order(trace: Trace) -> None:
 
 
 def _check_measures(trace: Trace) -> None:
-    """What was measured was measured everywhere."""
+    """Check that each measurement has one item for every position."""
     for name, found, wanted in (
         ("times", len(trace.times), trace.positions),
         ("others", len(trace.others), trace.positions + 1),
@@ -346,7 +347,7 @@ def _of_each_stretch(clocks: Clocks, positions: int) -> Iterator[tuple[str, int,
 
 
 def _check_storages(trace: Trace) -> None:
-    """What is told of a storage is told of one that is saved."""
+    """Check that recipes and `held` refer to storages that are saved."""
     known = trace.storage_bytes
     for ident, recipe in trace.recipes.items():
         where = f"recipes['{ident}']"
@@ -365,7 +366,7 @@ def _check_storages(trace: Trace) -> None:
 
 
 def _check_recipes_end(recipes: Mapping[int, Recipe]) -> None:
-    """Nothing is made from itself, by whatever way around."""
+    """Check that no storage is recomputed from itself, directly or not."""
     left = {ident: sum(source in recipes for source in set(recipe.inputs)) for ident, recipe in recipes.items()}
     needed_for: dict[int, list[int]] = {}
     for ident, recipe in recipes.items():

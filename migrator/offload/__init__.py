@@ -1,1 +1,1 @@
-"""Takes groups of saved tensors out of HBM and brings them back, as the plan says."""
+"""Offloads groups of saved tensors from HBM and prefetches them, as the plan says."""

@@ -1,13 +1,11 @@
-"""Where groups lie when they are not in HBM: a block of the DRAM arena, and past its capacity a file extent.
+"""Stores groups below HBM: in a block of the DRAM arena, and beyond its capacity in a file extent on NVMe.
 
-A *parcel* is the bytes of one group. It starts in a DRAM block, into which the engine copies. When
-DRAM runs short, the parcel that is needed last is written to NVMe and its block is given back; it
-is read into a block again before it is needed. What has an extent keeps it until the parcel is
-dropped, so a block that was only read into is dropped again at no cost.
+A *stored group* is the bytes of one group. It starts in a DRAM block, into which the engine copies. If DRAM runs short,
+the stored group that is needed last is written to NVMe and its block is freed. It is read into a block again before it
+is needed. It keeps its extent until it is dropped, so a block that was only read into can be freed at no cost.
 
-Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. A block
-that is given back while a copy on a lane still touches it is *guarded*: whoever gets that memory next
-waits for the copy.
+Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. A block that is freed while
+a copy on a lane still touches it is *guarded*: whoever gets that memory next waits for the copy.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.offload.guards import Guards
-from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -37,29 +35,29 @@ ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the
 
 
 class User(Protocol):
-    """An engine, as another one's sees it."""
+    """An engine, as other engines see it."""
 
     @property
     def lock(self) -> Any:
-        """Held while it works."""
+        """The lock that it holds while it works."""
 
     @property
     def dead(self) -> Collection[object]:
-        """What it has not heard of yet."""
+        """Deaths of groups that it has not noticed yet."""
 
     def collect(self) -> None:
-        """Forget what nobody refers to any more; with `lock`."""
+        """Forget groups that nobody refers to any more; call it with `lock`."""
 
 
 class Backing:
-    """Places parcels in DRAM first and NVMe after that.
+    """Stores groups in DRAM first and on NVMe after that.
 
     Parameters
     ----------
     dram : DramArena
         The arena.
     nvme : NvmeStore or None
-        The store past it, if there is one.
+        The store beyond it, if there is one.
     counters : Counters
         Receives disk bytes and the host's waits for the disk.
     """
@@ -69,38 +67,37 @@ class Backing:
         self._nvme = nvme
         self._disk = None if nvme is None else Disk(nvme, counters)
         self._counters = counters
-        self._in_dram: dict[Parcel, None] = {}  # an ordered set: victims must not depend on addresses
-        self._dropped: list[Parcel] = []
-        self._on_nvme: dict[Parcel, None] = {}  # what has an extent and was not dropped
+        self._in_dram: dict[StoredGroup, None] = {}  # an ordered set: victims must not depend on addresses
+        self._dropped: list[StoredGroup] = []
+        self._on_nvme: dict[StoredGroup, None] = {}  # what has an extent and was not dropped
         self._guards = Guards()
         self._largest = 0
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._closed = False
         self._waited = False  # for others, which is said once
         self._in_vain = False  # it was: what they hold they hold for long
-        self._full_is_told = False  # once for all threads, too
-        self._beyond_is_told = False
-        self.at_shortage: Callable[[], None] = lambda: None  # called when it is told
+        self._warned_of_full = False  # once for all threads, too
+        self._warned_of_beyond = False
+        self.at_shortage: Callable[[], None] = lambda: None  # called when that is said
         self._lock = threading.RLock()
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None
-        self.users: set[User] = set()  # which have parcels here; held, or what they have here would outlive them
+        self.users: set[User] = set()  # which have groups here; held, or what they have here would outlive them
 
     # ------------------------------------------------------------------------------------- places
 
-    def new(self, nbytes: int, next_use: int, tier: str | None = None, *, insist: bool = False) -> Parcel:
-        """Make a parcel with a block of its own; for NVMe it starts there, too.
+    def new(self, nbytes: int, next_use: int, tier: str | None = None, *, insist: bool = False) -> StoredGroup:
+        """Make a stored group with a block of its own, also if it is meant for NVMe.
 
-        With `insist` it waits for a while where other processes use the memory: what they take for a moment is no
-        reason to leave the plan. Once that was in vain it is not done again. Meanwhile others may use the backing,
-        though not whose engine this is for.
+        With `insist` it waits for a while if other processes use the memory: what they take for a moment is no reason
+        to leave the plan. If one wait was in vain it does not wait again. Meanwhile other engines may use the backing.
 
         Raises
         ------
         TierFull
             If neither DRAM nor NVMe has room for it.
         """
-        parcel = Parcel(nbytes, next_use, tier=tier)
+        stored = StoredGroup(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
             deadline = time.monotonic() + LONGEST_WAIT if insist and not self._in_vain else 0.0
@@ -110,25 +107,25 @@ class Backing:
                 if not (self._reap() or self._wait_for_disk() or self._wait_for_others(most, deadline)):
                     self._dram.free(block)
                     raise self._full(nbytes)
-            parcel.after = self._put(parcel, block)
+            stored.after = self._put(stored, block)
             self._counters.groups += 1
             self._demote_ahead()
-        return parcel
+        return stored
 
-    def filled(self, parcel: Parcel) -> None:
-        """Take note that the copy into the parcel's block was asked for: what is for NVMe may go on."""
-        if parcel.tier == "nvme" and self._nvme is not None:
+    def filled(self, stored: StoredGroup) -> None:
+        """Take note that the copy into the block has been submitted; a group for NVMe may go on."""
+        if stored.tier == "nvme" and self._nvme is not None:
             with self._lock:
-                self._write_out(parcel)
+                self._write_out(stored)
 
-    def drop(self, parcel: Parcel) -> None:
-        """Forget a parcel, also while copies or disk requests are under way."""
+    def drop(self, stored: StoredGroup) -> None:
+        """Forget a stored group, also while copies or disk requests are under way."""
         with self._lock:
-            self._in_dram.pop(parcel, None)
-            self._on_nvme.pop(parcel, None)
-            self._dropped.append(parcel)
-            if parcel.writing is not None:
-                parcel.writing.cancel()  # if it has not begun, nobody needs it any more
+            self._in_dram.pop(stored, None)
+            self._on_nvme.pop(stored, None)
+            self._dropped.append(stored)
+            if stored.writing is not None:
+                stored.writing.cancel()  # if it has not begun, nobody needs it any more
             self._reap()
 
     def _find_block(self, nbytes: int, deadline: float = 0.0) -> DramBlock:
@@ -144,20 +141,20 @@ class Backing:
         return block
 
     def _find_block_for_what_is_needed(self, nbytes: int) -> DramBlock:
-        """A block for what backward reads now: the last resort, rather than to end training, is one outside the cap."""
+        """Return a block for a group that backward reads now; as a last resort one outside the DRAM budget."""
         try:
             return self._find_block(nbytes)
         except TierFull as full:
             block = self._dram.beyond(nbytes)
             if block is None:
                 raise
-            if not self._beyond_is_told:
-                self._beyond_is_told = True
-                log.warning("%s; what backward needs from nvme comes back through memory beyond that", str(full))
+            if not self._warned_of_beyond:
+                self._warned_of_beyond = True
+                log.warning("%s; groups that backward needs from nvme are read through memory beyond that", str(full))
             return block
 
     def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
-        """Let other threads in for a moment if it is others' memory that is missing; False if not, or for too long."""
+        """Wait a moment if other processes hold the missing memory; return False if not, or after too long."""
         if not deadline or not (lacked or self._dram.lacks_room(nbytes)):
             return False
         if time.monotonic() >= deadline:
@@ -165,13 +162,13 @@ class Backing:
             return False
         if not self._waited:
             self._waited = True
-            log.warning("dram: others use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
+            log.warning("dram: other processes use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
         self._later.wait(LOOK_CLOSELY)
         return True
 
     def _can_come_back(self) -> bool:
-        """Whether any parcel on NVMe finds a block when it is needed: what is new must not take the last one."""
-        nvme, most = self._nvme, max((parcel.nbytes for parcel in self._on_nvme), default=0)
+        """Return whether every group on NVMe can find a block: a new group must not take the last one."""
+        nvme, most = self._nvme, max((stored.nbytes for stored in self._on_nvme), default=0)
         if nvme is None or not most or nvme.capacity - nvme.used >= most:
             return True  # nothing is there, or it can take what is in the way
         if any(p.extent and p.block is not None and p.block.room >= most for p in self._in_dram):
@@ -181,32 +178,32 @@ class Backing:
             self._dram.free(block)
         return block is not None
 
-    def _put(self, parcel: Parcel, block: DramBlock) -> tuple[Event, ...]:
-        """Place `parcel` in `block`; the copies that must be over before the block is written to."""
-        parcel.block = block
-        self._in_dram[parcel] = None
+    def _put(self, stored: StoredGroup, block: DramBlock) -> tuple[Event, ...]:
+        """Put `stored` into `block`; return the copies that must be over before the block is written."""
+        stored.block = block
+        self._in_dram[stored] = None
         return self._guards.over(block)
 
-    def _free_block(self, parcel: Parcel) -> bool:
-        block = parcel.block
+    def _free_block(self, stored: StoredGroup) -> bool:
+        block = stored.block
         if block is None:
             return False
-        last = parcel.returned or parcel.filled  # what is copied out was waited for until it had been copied in
+        last = stored.returned or stored.filled  # what is copied out was waited for until it had been copied in
         if last is not None and not last.query():
             self._guards.add(block, last)
-        self._in_dram.pop(parcel, None)
-        parcel.block = None
+        self._in_dram.pop(stored, None)
+        stored.block = None
         self._dram.free(block)
         return True
 
     @property
     def dram_capacity(self) -> int:
-        """Bytes of DRAM."""
+        """Return the bytes that DRAM holds."""
         return self._dram.capacity
 
     @property
     def capacity(self) -> int:
-        """Bytes that DRAM and NVMe hold together, as far as others leave them now."""
+        """Return the bytes that DRAM and NVMe hold together, as far as others leave them now."""
         return self._dram.capacity + (0 if self._nvme is None else self._nvme.capacity)
 
     def check(self, needed: int) -> None:
@@ -218,15 +215,15 @@ class Backing:
             raise TierTooSmall(tiers, where, needed, 0, holds, self._dram.others)
 
     def say_what_stays(self, full: TierFull) -> None:
-        """Say, once, that groups stay in HBM which the tiers below have no room for."""
-        if not self._full_is_told:
-            self._full_is_told = True
+        """Warn, once, that groups stay in HBM for which the tiers below have no room."""
+        if not self._warned_of_full:
+            self._warned_of_full = True
             # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
-            log.warning("%s; what it has no room for stays in hbm, beyond its budget if need be", str(full))
+            log.warning("%s; tensors that it has no room for stay in hbm, beyond the budget if need be", str(full))
             self.at_shortage()
 
     def say_if_nothing_fits(self) -> None:
-        """Say so before training where not even the smallest group would get room."""
+        """Warn before training if not even the smallest group would find room."""
         with self._lock:
             block = self._dram.allocate(PAGE)
             if block is None:
@@ -235,7 +232,7 @@ class Backing:
                 self._dram.free(block)
 
     def reserve(self, owner: object, nbytes: int, largest: int = 0) -> None:
-        """Have DRAM grow in the background to what all owners say they need at once, in blocks up to `largest`."""
+        """Have DRAM grow in the background to what all owners need at once, in blocks up to `largest`."""
         with self._lock:
             self._reserved[owner] = nbytes
             needed = sum(self._reserved.values())
@@ -251,82 +248,83 @@ class Backing:
     # ------------------------------------------------------------------------------ DRAM to NVMe
 
     def _demote_ahead(self) -> None:
-        """Start writing before DRAM is full, so that the next groups find room without waiting for the disk.
+        """Start to write before DRAM is full, so that the next groups find room without waiting for the disk.
 
-        Not where DRAM holds all that the plans keep in it at once: each group would go to disk, and back, for nothing.
+        This is not done if DRAM holds all that the plans keep in it at once: each group would go to disk and back for
+        nothing.
         """
         if self._nvme is None or 0 < sum(self._reserved.values()) <= self._dram.capacity:
             return
         reserve = min(2 * self._largest, self._dram.capacity // 4)
-        leaving = sum(parcel.nbytes for parcel in self._in_dram if parcel.writing)
+        leaving = sum(stored.nbytes for stored in self._in_dram if stored.writing)
         while self._dram.capacity - self._dram.used + leaving < reserve:
-            parcel = self._demote()
-            if parcel is None:
+            stored = self._demote()
+            if stored is None:
                 return
-            leaving += parcel.nbytes
+            leaving += stored.nbytes
 
-    def _demote(self) -> Parcel | None:
-        """Start writing out the parcel that is needed last; None if nothing can go."""
+    def _demote(self) -> StoredGroup | None:
+        """Start to write out the stored group that is needed last; return None if none can go."""
         movable = [p for p in self._in_dram if p.filled and not (p.writing or p.extent or p.stuck)]
         if self._nvme is None or not movable:
             return None
         return self._write_out(max(movable, key=lambda p: (p.tier != "dram", p.next_use)))
 
-    def _write_out(self, parcel: Parcel) -> Parcel | None:
-        """Start writing a parcel out; None if NVMe has no room."""
-        if self._nvme is None or self._disk is None or parcel.block is None or parcel.filled is None:
+    def _write_out(self, stored: StoredGroup) -> StoredGroup | None:
+        """Start to write a stored group out; return None if NVMe has no room."""
+        if self._nvme is None or self._disk is None or stored.block is None or stored.filled is None:
             return None
-        if parcel.writing is not None or parcel.extent is not None:  # another device's engine was here first
+        if stored.writing is not None or stored.extent is not None:  # another device's engine was here first
             return None
-        extent = self._nvme.allocate(parcel.nbytes)
+        extent = self._nvme.allocate(stored.nbytes)
         if extent is None:
             return None
         try:
-            parcel.writing = self._disk.write(extent, parcel.block, parcel.filled)
+            stored.writing = self._disk.write(extent, stored.block, stored.filled)
         except BaseException:
             self._nvme.free(extent)
             raise
-        parcel.extent = extent
-        self._on_nvme[parcel] = None
-        return parcel
+        stored.extent = extent
+        self._on_nvme[stored] = None
+        return stored
 
     def _reap(self) -> bool:
-        """Give back blocks that no disk request uses any more; whether there was one."""
+        """Free blocks that no disk request uses any more; return whether there was one."""
         reaped = False
         if self.has_disk:
-            for parcel in [p for p in self._in_dram if p.writing and p.writing.done()]:
-                reaped |= self._written(parcel)
-        for parcel in [p for p in self._dropped if not p.on_disk_lane()]:
-            self._dropped.remove(parcel)
-            reaped |= self._free_block(parcel)
-            self._free_extent(parcel)
+            for stored in [p for p in self._in_dram if p.writing and p.writing.done()]:
+                reaped |= self._written(stored)
+        for stored in [p for p in self._dropped if not p.on_disk_lane()]:
+            self._dropped.remove(stored)
+            reaped |= self._free_block(stored)
+            self._free_extent(stored)
         return reaped
 
-    def _written(self, parcel: Parcel) -> bool:
-        assert parcel.writing is not None
-        error = parcel.writing.exception()
-        parcel.writing = None
+    def _written(self, stored: StoredGroup) -> bool:
+        assert stored.writing is not None
+        error = stored.writing.exception()
+        stored.writing = None
         if error is None:
-            return self._free_block(parcel)
-        # The bytes are still in their block: nothing is lost, the parcel just stays in DRAM.
-        self._free_extent(parcel)
-        parcel.stuck = True
+            return self._free_block(stored)
+        # The bytes are still in their block: nothing is lost, the stored group just stays in DRAM.
+        self._free_extent(stored)
+        stored.stuck = True
         if not isinstance(error, StoreError):
             raise error
         return False  # the store has said what happened, once for its directory
 
-    def _free_extent(self, parcel: Parcel) -> None:
-        if parcel.extent is not None and self._nvme is not None:
-            self._nvme.free(parcel.extent)
-            parcel.extent = None
-            self._on_nvme.pop(parcel, None)
+    def _free_extent(self, stored: StoredGroup) -> None:
+        if stored.extent is not None and self._nvme is not None:
+            self._nvme.free(stored.extent)
+            stored.extent = None
+            self._on_nvme.pop(stored, None)
 
     def _wait_for_disk(self) -> bool:
-        """Block the host until a request that holds a block is over, writes first; whether there was one."""
-        parcels = (*self._dropped, *self._in_dram)
+        """Block the host until a request that holds a block is over, writes first; return whether there was one."""
+        stored_groups = (*self._dropped, *self._in_dram)
         for cause, requests in (
-            ("disk_write", [p.writing for p in parcels]),
-            ("disk_read", [p.reading for p in parcels]),
+            ("disk_write", [p.writing for p in stored_groups]),
+            ("disk_read", [p.reading for p in stored_groups]),
         ):
             request = next((r for r in requests if r is not None and not r.done()), None)
             if request is not None:
@@ -337,7 +335,7 @@ class Backing:
         return False
 
     def _forget_copy(self) -> bool:
-        """Give back a block whose bytes are on NVMe as well: of those, the one needed last."""
+        """Free the block, of groups that are on NVMe as well, of the one needed last; return whether there was one."""
         copies = [p for p in self._in_dram if p.extent and not p.on_disk_lane() and not p.writing]
         if not copies:
             return False
@@ -345,60 +343,60 @@ class Backing:
 
     # ------------------------------------------------------------------------------ NVMe to DRAM
 
-    def at_hand(self, parcel: Parcel) -> bool:
-        """Whether `lend` would return without waiting for the disk."""
-        return parcel.block is not None and (parcel.reading is None or parcel.reading.done())
+    def at_hand(self, stored: StoredGroup) -> bool:
+        """Return whether `lend` would return without waiting for the disk."""
+        return stored.block is not None and (stored.reading is None or stored.reading.done())
 
-    def read_ahead(self, parcel: Parcel) -> bool:
-        """Start reading a parcel back if DRAM has room without pushing anything out; False if it has not."""
+    def read_ahead(self, stored: StoredGroup) -> bool:
+        """Start to read a stored group if DRAM has room without pushing another out; return False if it has not."""
         with self._lock:
             self._reap()
-            if parcel.block is None:
-                block = self._dram.allocate(parcel.nbytes)
+            if stored.block is None:
+                block = self._dram.allocate(stored.nbytes)
                 if block is None:
                     return False
-                self._read_into(parcel, block)
+                self._read_into(stored, block)
         return True
 
-    def lend(self, parcel: Parcel, copy: Callable[[DramBlock], Event]) -> None:
-        """Have the parcel's bytes copied out of its block; blocks the host while they are still on disk.
+    def lend(self, stored: StoredGroup, copy: Callable[[DramBlock], Event]) -> None:
+        """Have the stored group's bytes copied out of its block; block the host while they are still on disk.
 
-        `copy` is called with the lock held: nobody may take the block away before `Parcel.returned` says that
-        it is in use.
+        `copy` is called with the lock held: nobody may take the block away before `StoredGroup.returned` says that it
+        is in use.
 
         Raises
         ------
         StoreError
-            If the disk does not give back what was written.
+            If the disk does not return what was written.
         """
         with self._lock:
             self._reap()
-            if parcel.block is None:
-                self._read_into(parcel, self._find_block_for_what_is_needed(parcel.nbytes))
-            if parcel.reading is not None:
-                if not parcel.reading.done():
+            if stored.block is None:
+                self._read_into(stored, self._find_block_for_what_is_needed(stored.nbytes))
+            if stored.reading is not None:
+                if not stored.reading.done():
                     with self._counters.waiting("disk_read"):
-                        parcel.reading.exception()
-                parcel.reading.result()
-            assert parcel.block is not None
-            parcel.returned = copy(parcel.block)
+                        stored.reading.exception()
+                stored.reading.result()
+            assert stored.block is not None
+            stored.returned = copy(stored.block)
 
-    def _read_into(self, parcel: Parcel, block: DramBlock) -> None:
-        assert self._disk is not None and parcel.extent is not None
+    def _read_into(self, stored: StoredGroup, block: DramBlock) -> None:
+        assert self._disk is not None and stored.extent is not None
         if self._closed:
             self._dram.free(block)
             raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
-        after = self._put(parcel, block)
+        after = self._put(stored, block)
         try:
-            parcel.reading = self._disk.read(parcel.extent, block, after)
+            stored.reading = self._disk.read(stored.extent, block, after)
         except BaseException:  # such as no thread to be had
-            self._free_block(parcel)  # or somebody would take it for what was to be read into it
+            self._free_block(stored)  # or somebody would take it for what was to be read into it
             raise
 
     # ---------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Wait for the disk, and give back everything that was dropped."""
+        """Wait for the disk, and free everything that was dropped."""
         self._closed = True
         if self._disk is not None:
             self._disk.close()

@@ -1,4 +1,4 @@
-"""Requests to the ``nvme`` tier, by threads of their own.
+"""Reads and writes of the ``nvme`` tier, in threads of their own.
 
 A write must wait for the copy that fills its block, and a read for copies that still use the block it was given: no
 thread that trains may.

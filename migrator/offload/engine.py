@@ -1,13 +1,13 @@
-"""The engine: takes groups of saved storages (`group`) out of HBM and back. It executes and decides nothing.
+"""The engine: offloads groups of saved storages from HBM and prefetches them. It executes plans and decides nothing.
 
-HBM is let go *stream-ordered*: the compute stream waits for the copy's event and then the references
-are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
-runs after the copy. The host does not wait. It is let go late, only when the room is needed: what is
-still here when backward begins does not have to come back.
+HBM is released in *stream order*: the compute stream waits for the copy's event, then the references are dropped. So
+the caching allocator may hand the memory out again at once, to work that the stream runs after the copy. The host does
+not wait. Memory is released late, only when the room is needed: a group that is still here when backward begins need
+not come back.
 
-A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
-allocated on the compute stream and filled on the lane, which first waits for all the stream was given
-before: that memory may have been in use until there.
+A group is prefetched as soon as there is room, in the order of first uses. Its buffer is allocated on the compute
+stream and filled on the lane. The lane first waits for all the work that the stream was given before, as the memory may
+be in use until then.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.model.plan import READ_AHEAD
-from torch_tiers.migrator.model.timing import HookTime, Lap
+from torch_tiers.migrator.model.timing import HookTime, IterationTime
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct
-from torch_tiers.migrator.offload.direct.parcel import DirectParcel, Source
+from torch_tiers.migrator.offload.direct.stored import DirectStoredGroup, Source
 from torch_tiers.migrator.offload.group import NEVER, Claim, ClaimOn, Group, Saved, State, unclaimed
-from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.offload.tensors import Tensors
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.streams import Compute, Event, Lane, Leaving, Meter, Stream, whole
@@ -41,7 +41,7 @@ Method = TypeVar("Method", bound=Callable[..., None])
 
 
 def _for_a_group(method: Method) -> Method:
-    """Have the host's time in a method counted as spent for a group, not for the tensor whose hook came to it."""
+    """Count the host's time in a method as spent for a group, not for the tensor whose hook called it."""
 
     @functools.wraps(method)
     def charged(self: Engine, *args: Any, **kwargs: Any) -> None:
@@ -55,18 +55,18 @@ def _for_a_group(method: Method) -> Method:
 
 
 class Engine:
-    """Moves the groups of one device.
+    """Offloads and prefetches the groups of one device.
 
     Parameters
     ----------
     compute, out, back
         The program's stream, and the two lanes.
     backing : Backing
-        Where groups go.
+        Stores groups in DRAM and on NVMe.
     tensors : Tensors
-        What is done with each tensor.
+        The C++ part of the hooks, as far as it knows groups.
     direct : Direct, optional
-        The way to NVMe past the host's memory, where there is one: of groups whose plan says ``"nvme"``.
+        The path to NVMe past host memory, if there is one, for groups whose plan says ``"nvme"``.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Engine:
         self.tensors = tensors
         self.lock = threading.RLock()
         self.limit = 0
-        self.position = -1  # in the plan's period, as far as the sites that came tell
+        self.position = -1  # in the plan's iteration, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
         self._early: dict[Group, None] = {}  # those that are
-        self.lap: Lap | None = None  # what the last period took that the device is through with
+        self.iteration_time: IterationTime | None = None  # what the last iteration took that the device is through with
         self.resident = 0
         self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
         self._peak = 0
@@ -95,7 +95,7 @@ class Engine:
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
         self.dead: deque[ClaimOn] = deque()
         self._dying: deque[Group] = deque()  # that no graph holds, and that a thread may still ask a lane to copy
-        self.meter: Meter | None = None  # of the period under way, if it is recorded
+        self.meter: Meter | None = None  # of the iteration under way, if it is recorded
         self._out = out
         self._back = back
         self.backing = backing
@@ -108,7 +108,7 @@ class Engine:
     # -------------------------------------------------------------------------------------- out
 
     def add(self, group: Group, tensor: torch.Tensor, low: int, nbytes: int) -> Saved:
-        """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
+        """Add `nbytes` bytes of a tensor's storage, from byte `low` on, to a group that is filling."""
         saved = self.tensors.Saved(group, tensor, low, nbytes)
         if not group.counted:
             self._in_hbm[group] = None
@@ -123,7 +123,7 @@ class Engine:
         return saved
 
     def hold(self, saved: Saved) -> Claim:
-        """Take note that the graph holds one more tensor on `saved`, and what it is to hold with it."""
+        """Count one more tensor of the graph on `saved`; return the claim on the group that the graph is to hold."""
         group = saved.group
         group.unused += 1
         claim = group.claim()
@@ -136,8 +136,8 @@ class Engine:
         return claim
 
     @_for_a_group
-    def send(self, group: Group, *, insist: bool = False) -> None:
-        """Start the group's copy to DRAM; `insist` as in `Backing.new`.
+    def offload(self, group: Group, *, insist: bool = False) -> None:
+        """Start to copy the group out of HBM; `insist` as in `Backing.new`.
 
         Raises
         ------
@@ -149,80 +149,80 @@ class Engine:
         if group.state is not State.FILLING or not group.members:
             return
         nbytes = self.tensors.arrange(group.members)
-        if group.tier != "nvme" or not self._send_directly(group, nbytes):
-            self._send_by_dram(group, nbytes, insist=insist)
+        if group.tier != "nvme" or not self._offload_directly(group, nbytes):
+            self._offload_through_dram(group, nbytes, insist=insist)
         group.state = State.LEAVING
         self._leaving[group] = None
         self._waiting[group] = None
         self.backing.users.add(self)
         self.relieve()
 
-    def _send_directly(self, group: Group, nbytes: int) -> bool:
-        """Start the group's way to NVMe past DRAM; False if there is none, or no room."""
+    def _offload_directly(self, group: Group, nbytes: int) -> bool:
+        """Start to write the group to NVMe past DRAM; return False if there is no such path, or no room."""
         if self._direct is None:
             return False
         sources = [
             Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
         ]
-        parcel = self._direct.send(nbytes, sources, (self.compute.mark(group.stream),))
-        if parcel is not None:
-            group.parcel = parcel
-        return parcel is not None
+        stored = self._direct.offload(nbytes, sources, (self.compute.mark(group.stream),))
+        if stored is not None:
+            group.stored = stored
+        return stored is not None
 
-    def _send_by_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
-        parcel = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
-        assert parcel.block is not None
-        leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
+    def _offload_through_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
+        stored = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
+        assert stored.block is not None
+        leaving = Leaving(group.members, stored.block.tensor, group.nbytes, self.tensors.spans)
         try:
-            parcel.filled = self._out.copy(leaving, parcel.after, group.stream)
+            stored.filled = self._out.copy(leaving, stored.after, group.stream)
         except BaseException:
-            self.backing.drop(parcel)
+            self.backing.drop(stored)
             raise
-        self.backing.filled(parcel)
-        group.parcel = parcel
+        self.backing.filled(stored)
+        group.stored = stored
 
     def relieve(self) -> None:
-        """Let go of groups whose copy was asked for until what is left is within the limit."""
+        """Release groups whose copy has been submitted until the rest is within the limit."""
         if self._leaving and self.compute.capturing():
             return
         before = self.resident
         while self.resident > self.limit and self._leaving:
-            self._let_go(next(iter(self._leaving)))
+            self._release(next(iter(self._leaving)))
         if self.meter is not None and self.resident < before:
             # Told once: after the first of several the program may still hold what left, as if it were its own.
             self.meter.part(before + self.used_up)
 
     def over_limit(self) -> bool:
-        """Whether there is more in HBM than the limit and nothing under way that would make it less."""
+        """Return whether more than the limit is in HBM, and no copy under way will change that."""
         return self.resident > self.limit and not self._leaving
 
     @_for_a_group
-    def _let_go(self, group: Group) -> None:
-        parcel = group.parcel
-        assert parcel is not None and parcel.filled is not None
+    def _release(self, group: Group) -> None:
+        stored = group.stored
+        assert stored is not None and stored.filled is not None
         try:
-            self._wait(parcel.filled, "d2h", group.stream)
+            self._wait(stored.filled, "d2h", group.stream)
         except Exception as error:  # the bytes are still in HBM
-            if not isinstance(parcel, DirectParcel):
+            if not isinstance(stored, DirectStoredGroup):
                 raise
-            self._send_after_all(group, parcel, error)
+            self._offload_through_dram_after_all(group, stored, error)
             return
         del self._leaving[group]
-        self.tensors.let_go(group.members)
+        self.tensors.release(group.members)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
 
-    def _send_after_all(self, group: Group, parcel: DirectParcel, error: Exception) -> None:
-        """Start a group's copy to DRAM, as the direct way failed; what has no room there either stays."""
+    def _offload_through_dram_after_all(self, group: Group, stored: DirectStoredGroup, error: Exception) -> None:
+        """Copy a group to DRAM, as its direct transfer failed; keep it in HBM if DRAM has no room."""
         assert self._direct is not None
         self._direct.say_failed(error)
         del self._leaving[group]
         self._waiting.pop(group, None)
-        group.state, group.parcel = State.FILLING, None
-        self._direct.drop(parcel)
+        group.state, group.stored = State.FILLING, None
+        self._direct.drop(stored)
         try:
-            self._send_by_dram(group, parcel.nbytes, insist=False)
+            self._offload_through_dram(group, stored.nbytes, insist=False)
         except TierFull as full:
             self.backing.say_what_stays(full)
             return
@@ -232,7 +232,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- back
 
     def begin_backward(self) -> None:
-        """Fix the order in which groups come back, and start bringing them."""
+        """Fix the order in which groups are prefetched, and start to prefetch."""
         with self.lock:
             self.collect()
             self._peak = max(self._peak, self.resident)
@@ -242,10 +242,10 @@ class Engine:
             self.prefetch()
 
     def prefetch(self) -> None:
-        """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
+        """Prefetch groups in order, as far as the limit allows; read those after them ahead from disk.
 
-        What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
-        whenever a group is first or last asked for, or dies, and where there are disks at every tensor.
+        Disks and the program may also make room, which the engine does not see. So it tries again whenever a group is
+        first or last asked for, or dies, and with disks at every tensor.
         """
         self.unsettled = self.backing.has_disk
         while self._order:
@@ -255,18 +255,22 @@ class Engine:
             self._order.popleft()
         if self.backing.has_disk and self._order and not self.compute.capturing():
             for group in islice(self._order, min(READ_AHEAD, self.ahead)):
-                parcel = group.parcel
-                if isinstance(parcel, Parcel) and group.state is State.AWAY and not self.backing.read_ahead(parcel):
+                stored = group.stored
+                if (
+                    isinstance(stored, StoredGroup)
+                    and group.state is State.AWAY
+                    and not self.backing.read_ahead(stored)
+                ):
                     break
 
     def _bring_early(self, group: Group) -> bool:
-        """Bring a group back before it is asked for, if there is room for it; whether it comes."""
-        assert group.parcel is not None
+        """Prefetch a group if there is room for it; return whether it comes."""
+        assert group.stored is not None
         if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
             return False
         if len(self._early) >= self.ahead or self.compute.capturing():
             return False
-        if isinstance(group.parcel, Parcel) and not self.backing.at_hand(group.parcel):
+        if isinstance(group.stored, StoredGroup) and not self.backing.at_hand(group.stored):
             return False
         try:
             self._bring(group)
@@ -276,12 +280,12 @@ class Engine:
         return True
 
     def source(self, saved: Saved) -> torch.Tensor | None:
-        """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
+        """Return the buffer on which `saved` lies, ready for the compute stream; None if it never left HBM.
 
         Raises
         ------
         StoreError
-            If the disk does not give back what was written.
+            If the disk does not return what was written.
         """
         group = saved.group
         if group.state in (State.FILLING, State.LEAVING):
@@ -300,9 +304,9 @@ class Engine:
         return self._make_ready(group)
 
     def glimpse(self, saved: Saved) -> torch.Tensor | None:
-        """The same for somebody who only looks: what comes back to HBM, and when, is as without it.
+        """Return the same buffer without side effects on which groups are in HBM, and when.
 
-        What is away is copied to a buffer of its own, which the present stream may read at once.
+        A group that is away is copied to a buffer of its own, which the present stream may read at once.
         """
         group = saved.group
         if group.state in (State.FILLING, State.LEAVING):
@@ -315,7 +319,7 @@ class Engine:
         return buffer
 
     def used(self, group: Group) -> None:
-        """Take note that backward asked for one more tensor of the group, for the first time."""
+        """Count the first use of one more tensor of the group by backward."""
         group.unused -= 1
         if group.unused == 0:
             # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
@@ -333,42 +337,42 @@ class Engine:
 
     @_for_a_group
     def _fetch(self, group: Group) -> None:
-        assert group.parcel is not None
+        assert group.stored is not None
         group.stream = self.compute.stream()
-        group.buffer = self._copy_back(group.parcel, group.stream)
+        group.buffer = self._copy_back(group.stored, group.stream)
         group.ready_on = []
         group.state = State.HOME
 
     def _make_ready(self, group: Group) -> torch.Tensor:
-        """The buffer of a group that is HOME, which the present stream may read."""
-        assert group.buffer is not None and group.parcel is not None and group.parcel.returned is not None
+        """Return the buffer of a group that is HOME, once the present stream may read it."""
+        assert group.buffer is not None and group.stored is not None and group.stored.returned is not None
         stream = self.compute.stream()
         if stream not in group.ready_on:
-            self._wait(group.parcel.returned, "h2d", stream)
+            self._wait(group.stored.returned, "h2d", stream)
             group.ready_on.append(stream)
             if stream != group.stream:
                 self.compute.hand_over(group.buffer)
         return group.buffer
 
-    def _copy_back(self, parcel: Parcel | DirectParcel, stream: Stream) -> torch.Tensor:
-        """A new buffer of `stream` that a parcel is on its way to; `Parcel.returned` says when it has come."""
-        buffer = self.compute.empty(parcel.nbytes)
-        if isinstance(parcel, DirectParcel):
+    def _copy_back(self, stored: StoredGroup | DirectStoredGroup, stream: Stream) -> torch.Tensor:
+        """Copy a stored group to a new buffer of `stream`; `StoredGroup.returned` is the event of its arrival."""
+        buffer = self.compute.empty(stored.nbytes)
+        if isinstance(stored, DirectStoredGroup):
             assert self._direct is not None
-            self._direct.read(parcel, buffer, (self.compute.mark(stream),))
+            self._direct.read(stored, buffer, (self.compute.mark(stream),))
             return buffer
-        after = () if parcel.filled is None else (parcel.filled,)
-        self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
+        after = () if stored.filled is None else (stored.filled,)
+        self.backing.lend(stored, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
         return buffer
 
     def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
-        """Let `stream` go on only after `event`; the host waits until that is there."""
+        """Let `stream` continue only after `event`; block the host until the event exists."""
         self.compute.wait(event, event.lane if isinstance(event, PromisedEvent) else cause, stream)
 
     def _leave_home(self, group: Group) -> None:
-        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.returned is not None:
+        if group.stream not in group.ready_on and group.stored is not None and group.stored.returned is not None:
             # The lane may still write into the buffer; the stream that gets this memory next must not.
-            returned = group.parcel.returned
+            returned = group.stored.returned
             event = returned.settled() if isinstance(returned, PromisedEvent) else returned
             if event is not None:
                 self._wait(event, "h2d", group.stream)
@@ -378,7 +382,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- ends
 
     def collect(self) -> None:
-        """Forget groups that nobody refers to any more."""
+        """Forget groups that no graph refers to any more."""
         while self.dead:
             group = self.dead.popleft().group
             self.alive -= 1
@@ -387,11 +391,11 @@ class Engine:
                 group.claim = unclaimed  # which holds the group
                 self._waiting.pop(group, None)
                 self._dying.append(group)
-                if isinstance(group.parcel, DirectParcel):
-                    group.parcel.dropped = True  # so that the rest of it is not written
+                if isinstance(group.stored, DirectStoredGroup):
+                    group.stored.dropped = True  # so that the rest of it is not written
         for _ in range(len(self._dying)):
             group = self._dying.popleft()
-            if isinstance(group.parcel, DirectParcel) and not group.parcel.is_asked_for:
+            if isinstance(group.stored, DirectStoredGroup) and not group.stored.is_asked_for:
                 self._dying.append(group)  # to wait for the thread would have the program wait
             else:
                 self._forget(group)
@@ -400,7 +404,7 @@ class Engine:
             self.backing.users.discard(self)
 
     def _collect_for_others(self) -> None:
-        """Have engines forget what is dead that nobody calls any more: their threads have ended, or idle."""
+        """Have other engines forget dead groups: their threads may have ended, or idle."""
         if self.compute.capturing():
             return
         for other in tuple(self.backing.users):
@@ -421,22 +425,22 @@ class Engine:
         try:
             if group.state is State.HOME:
                 self._leave_home(group)
-            elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
-                filled = group.parcel.filled
+            elif group.state is State.LEAVING and group.stored is not None and group.stored.filled is not None:
+                filled = group.stored.filled
                 event = filled.settled() if isinstance(filled, PromisedEvent) else filled
                 if event is not None:
                     self.compute.outlast(event, group.stream)
         finally:  # Ctrl-C, for one
             group.buffer = None
-            self.tensors.let_go(group.members)  # which the period's list of storages knows until its end
+            self.tensors.release(group.members)  # which the iteration's list of storages knows until its end
             group.members.clear()
             group.state = State.GONE
-            parcel, group.parcel = group.parcel, None
-            if isinstance(parcel, DirectParcel):
+            stored, group.stored = group.stored, None
+            if isinstance(stored, DirectStoredGroup):
                 assert self._direct is not None
-                self._direct.drop(parcel)
-            elif parcel is not None:
-                self.backing.drop(parcel)
+                self._direct.drop(stored)
+            elif stored is not None:
+                self.backing.drop(stored)
 
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted
@@ -449,10 +453,10 @@ class Engine:
             self._peak = self.resident
 
     def entered(self, nbytes: int) -> None:
-        """Count bytes that were saved and stay.
+        """Count bytes that were saved and stay in HBM.
 
-        On the way of every tensor that stays, and so without the lock: should two threads meet here, the
-        count is off until the period ends, and with it the time at which groups leave or come back.
+        This is called for every tensor that stays, and so takes no lock. If two threads meet here, the count is off
+        until the iteration ends, and so is the time at which groups leave or come back.
         """
         self._stayed += nbytes
         self.resident += nbytes
@@ -461,7 +465,7 @@ class Engine:
                 self.relieve()
 
     def born(self, pace: Pace) -> None:
-        """A site of the plan comes: from here on its room holds."""
+        """Take note that a site of the plan was saved; its limit holds from here on."""
         self.position = pace.birth
         if pace.from_birth is not None:
             self.limit = pace.from_birth
@@ -470,7 +474,7 @@ class Engine:
                     self.relieve()
 
     def reached(self, pace: Pace) -> None:
-        """Backward asks for a site of the plan: from here on its room holds, and its triggers."""
+        """Take note that backward asks for a site of the plan; its limit and its prefetches hold from here on."""
         if pace.use <= self.position:
             return  # asked for again, or not in the plan's order
         self.position = pace.use
@@ -491,13 +495,13 @@ class Engine:
             with self.lock:
                 self.prefetch()
 
-    def end_period(self) -> int:
-        """Take stock; the highest use of the device in the period, in bytes.
+    def end_iteration(self) -> int:
+        """Return the highest use of the device in the iteration, in bytes, and count HBM afresh.
 
-        What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
+        Bytes that stayed were only ever estimated, and are gone by now.
         """
         self.collect()
-        self.lap = self.compute.settle()
+        self.iteration_time = self.compute.settle()
         peak = self.compute.peak(self._peak)
         self._stayed = 0
         self.resident = self._peak = sum(group.counted for group in self._in_hbm)

@@ -1,4 +1,4 @@
-"""The groups of one period that are filling: those that a plan knows, and those for what none has foreseen."""
+"""Groups that are filling in one iteration: those of the plans, and those of tensors that no plan expects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _operation = torch._C._autograd._get_sequence_nr
 
 @dataclass(slots=True)
 class Open:
-    """A planned group that is filling, and how many of its sites have not come."""
+    """A planned group that is filling, and the number of its sites that have not been saved."""
 
     planned: PageGroup
     group: Group
@@ -42,24 +42,24 @@ class Filling:
     Parameters
     ----------
     engine : Engine
-        Which sends groups once they are full.
+        Offloads groups once they are full.
     room : int
         Bytes of saved tensors that may lie in HBM; may be set anew at any time.
 
     Attributes
     ----------
     unforeseen : list of int
-        What was saved in this period that no plan knows: of each tensor the bytes that were not saved before.
+        What was saved in this iteration that no plan knows: of each tensor the bytes that were not saved before.
     complete : tuple of (int, int)
         Bytes of the groups of which all sites came, and bytes that the plan has for them.
     granted : int
-        Bytes, in whole pages, that went to the tiers below in this period.
+        Bytes, in whole pages, that went to the tiers below in this iteration.
     refused : bool
         Whether something was to go and stayed, as they had no room for it.
     patient : bool
         Whether what no plan has foreseen waits for this to be over, as there may be room for all of it.
-    sent : bool
-        Whether anything was sent in this period.
+    offloaded : bool
+        Whether anything was offloaded in this iteration.
     loose : dict
         The groups for what no plan has foreseen, one for each stream.
     """
@@ -70,13 +70,13 @@ class Filling:
         self.complete = 0, 0
         self.granted = 0
         self.refused = False
-        self.patient = self.sent = False
+        self.patient = self.offloaded = False
         self.loose: dict[Stream, Group] = {}
-        self._full: deque[Group] = deque()  # of those, what waits to be sent
+        self._full: deque[Group] = deque()  # of those, what waits to be offloaded
         self._unfilled: tuple[Group, int] | None = None  # what an operation has yet to write to, and which that is
         self._waiting: deque[tuple[Group, Callable[[Group], None]]] = (
             deque()
-        )  # for their operation; and how they are sent
+        )  # for their operation; and how they are offloaded
         self._purge_at = PURGE
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
@@ -84,7 +84,7 @@ class Filling:
         self._loose_made = 0
 
     def begin(self) -> None:
-        """A period begins."""
+        """Start an iteration."""
         self._open.clear()
         self.loose.clear()
         self._full.clear()
@@ -94,12 +94,12 @@ class Filling:
         self._lacking.clear()
         self.unforeseen.clear()
         self.complete = 0, 0
-        self.sent = False
+        self.offloaded = False
         self.granted = 0
         self.refused = False
 
     def planned(self, planned: PageGroup, stream: Stream) -> Open:
-        """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
+        """Return the open group for a planned one; open one if there is none, or if all in it died too early."""
         filling = self._open.get((planned, stream))
         if filling is None:
             self._lacking.setdefault(planned, len(planned.sites))
@@ -110,7 +110,7 @@ class Filling:
         return filling
 
     def came(self, filling: Open, nbytes: int) -> None:
-        """One more site of a planned group has come, with bytes of its own; with the last one the group leaves."""
+        """Count one more saved site of a planned group, with bytes of its own; offload the group after its last one."""
         filling.missing -= 1
         filling.nbytes += nbytes
         self._lacking[filling.planned] -= 1
@@ -121,55 +121,55 @@ class Filling:
         # Groups that should have been complete before it wait for a branch that was not taken.
         planned = filling.planned
         for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:
-            self._send(self._open.pop(key).group, self._send_planned)
+            self._offload(self._open.pop(key).group, self._offload_planned)
 
     def may_be_unfilled(self, group: Group) -> None:
-        """What was just added is no result of the graph's: its operation may write to it after it was saved.
+        """Take note that the tensor just added has no `grad_fn`, so its operation may write to it after it is saved.
 
-        So it is with RReLU's noise. What is copied before that is garbage.
+        RReLU's noise is such a tensor. A copy taken before that would be wrong.
         """
         self._unfilled = group, _operation()
 
     @property
     def waits(self) -> bool:
-        """Whether groups wait for the operation that is saving something in them."""
+        """Return whether groups wait for the operation that saves something in them."""
         return bool(self._waiting)
 
-    def send_waiting(self, *, over: bool = False) -> None:
-        """Send what waits for an operation, if another is under way now, or none as forward is `over`."""
+    def offload_waiting(self, *, over: bool = False) -> None:
+        """Offload groups that wait for an operation, if another one runs now, or forward is `over`."""
         if not over and self._unfilled is not None and self._unfilled[1] == _operation():
             return
         while self._waiting:  # one by one: where a tier has no room for one, the others still wait
-            group, send = self._waiting.popleft()
-            send(group)
+            group, offload = self._waiting.popleft()
+            offload(group)
 
     def loose_group(self, stream: Stream) -> Group:
-        """The group for what no plan has foreseen."""
+        """Return the group for tensors that no plan expects."""
         group = self.loose.get(stream)
         if group is None or group.state is State.GONE:
             self._loose_made += 1
             group = self.loose[stream] = Group(UNFORESEEN - self._loose_made, stream)
         return group
 
-    def send_loose(self, stream: Stream) -> None:
-        """Send what no plan has foreseen, once it is worth a transfer."""
+    def offload_loose(self, stream: Stream) -> None:
+        """Offload tensors that no plan expects, once they are worth a transfer."""
         group, worth = self.loose.get(stream), group_bytes(self.room)
         # A group that stays counts as in HBM until all of it was used. So that is one storage, where it is large.
         if group is not None and group.nbytes >= (min(WORTH, worth) if self.patient else worth):
             self._full.append(self.loose.pop(stream))
         while self._full and not self.patient:
-            self._send(self._full.popleft(), self._send_loose)
+            self._offload(self._full.popleft(), self._offload_loose)
         if len(self._full) >= self._purge_at:
             self._full = deque(group for group in self._full if group.state is not State.GONE)
             self._purge_at = max(PURGE, 2 * len(self._full))
 
-    def _send_planned(self, group: Group) -> None:
+    def _offload_planned(self, group: Group) -> None:
         try:
             self._leave(group, insist=True)
         except TierFull as full:
             self._stays(full)
 
-    def _send_loose(self, group: Group) -> None:
+    def _offload_loose(self, group: Group) -> None:
         try:
             self._leave(group)
         except TierFull as full:
@@ -179,23 +179,23 @@ class Filling:
         self.refused = True
         self._engine.backing.say_what_stays(full)
 
-    def _send(self, group: Group, send: Callable[[Group], None]) -> None:
-        """Send a group, or have it wait for the operation that is saving something in it."""
+    def _offload(self, group: Group, offload: Callable[[Group], None]) -> None:
+        """Offload a group, or have it wait for the operation that is saving something in it."""
         if self._unfilled is not None and self._unfilled == (group, _operation()):
-            self._waiting.append((group, send))
+            self._waiting.append((group, offload))
         else:
-            send(group)
+            offload(group)
 
     def _leave(self, group: Group, *, insist: bool = False) -> None:
-        self._engine.send(group, insist=insist)
+        self._engine.offload(group, insist=insist)
         if group.state in (State.LEAVING, State.AWAY):
-            self.sent = True
+            self.offloaded = True
             self.granted += round_up(group.nbytes, PAGE)
 
     def lacking(self, plans: Iterable[Plan]) -> int:
-        """Foreseen sites that did not come, in number; of kinds of periods that alternate, one plan must fit.
+        """Return the number of expected sites that were not saved.
 
-        Groups of which nothing came are those of other kinds.
+        If kinds of iterations alternate, one plan must fit. Groups of which nothing was saved are of other kinds.
         """
         touched = ([group for group in plan.groups if group in self._lacking] for plan in plans)
         return min((sum(max(0, self._lacking[group]) for group in groups) for groups in touched if groups), default=0)

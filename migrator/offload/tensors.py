@@ -1,6 +1,6 @@
-"""What the C++ part of the hooks does with the memory of saved tensors, as the engine needs it.
+"""The interface of the C++ part of the hooks that handles the memory of groups.
 
-Types only: who needs the module is given it, as `Tensors`.
+Types only. Whoever needs the module receives it as `Tensors`.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ _Saved = Saved  # within `Tensors` that name is its function's
 
 
 class Tensors(Protocol):
-    """The module, as far as it knows of groups alone."""
+    """The C++ module, as far as it handles groups."""
 
     def Saved(self, group: Group, tensor: Tensor, low: int, nbytes: int) -> _Saved:
         """Hold `nbytes` bytes of a tensor's storage, from byte `low` on, for a group that is filling."""
 
     def arrange(self, members: list[_Saved]) -> int:
-        """Give each member its place in the group; the bytes of all, with those between them."""
+        """Give each member its place in the group; return the bytes of all, with those between them."""
 
     def spans(self, members: list[_Saved], address: int) -> bytes:
-        """Where each member goes, in a block at `address`, where from, and its bytes: three numbers of 64 bits."""
+        """Return target address, source address and size of each member for a block at `address`, in 64 bits each."""
 
-    def let_go(self, members: list[_Saved]) -> None:
-        """Let go of the memory of what is saved."""
+    def release(self, members: list[_Saved]) -> None:
+        """Release the program's memory of the members."""
 
     def counter(self, tensor: Tensor) -> Tensor:
-        """Shares the version counter of a tensor, and has no memory."""
+        """Return a tensor without memory that shares a tensor's version counter."""
 
     def view(
         self, counter: Tensor, whole: Tensor, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], first: int
     ) -> Tensor:
-        """A tensor on the memory of `whole`, from element `first` on, that shares the version counter of `counter`.
+        """Return a tensor on the memory of `whole`, from element `first` on.
 
-        Changes in place are noticed there.
+        It shares the version counter of `counter`, so changes in place are noticed there.
         """
 
     def charge(self, kind: int) -> int:
-        """What a thread does from now on within a hook is of that field of `HookTime`; the one that it was of.
+        """Charge this thread's time within a hook to another field of `HookTime`; return the one charged before.
 
-        4, one more than the last field's, stands for none: nothing is counted then.
+        4, one more than the last field's number, stands for none: nothing is counted then.
         """

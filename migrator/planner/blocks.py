@@ -1,4 +1,4 @@
-"""Blocks: what one module saved in one go, itself and through the modules within it. Pure functions on plain data.
+"""Blocks: the tensors that one module saved in one call, itself and through its submodules. Pure functions.
 
 Gradient checkpointing recomputes a program in segments, each from what it begins with. Segments here are blocks, as
 the paths of saved tensors show them; so a segment never spans two modules unless a third contains both.

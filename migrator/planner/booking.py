@@ -1,4 +1,4 @@
-"""Books: what each lane does when, and what HBM holds in every stretch. What policies try their decisions on.
+"""Books bandwidth and HBM: what each lane does when, and what HBM holds in every stretch.
 
 Pure: no torch, no clock.
 """
@@ -33,7 +33,7 @@ class Lane:
         return start
 
     def latest(self, before: float, seconds: float) -> float:
-        """The latest start of `seconds` that are free and over by `before`; negative if the period has none."""
+        """The latest start of `seconds` that are free and over by `before`; negative if the iteration has none."""
         at = bisect_left(self._starts, before) - 1
         end = before
         while at >= 0 and self._ends[at] > end - seconds:
@@ -88,7 +88,7 @@ class Transfer:
 
     @property
     def left(self) -> float:
-        """When HBM may be let go: for a way out, the end of the first leg."""
+        """When HBM may be released: for a way out, the end of the first leg."""
         return self.legs[0][2]
 
     @property
@@ -177,7 +177,7 @@ class Memory:
     Parameters
     ----------
     trace : Trace
-        The period.
+        The iteration.
     budget : int
         HBM for saved tensors and `others`, in bytes.
 

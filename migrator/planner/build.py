@@ -1,4 +1,4 @@
-"""Builds a plan of a choice: which sites move together, in what order, and what stays."""
+"""Builds a plan from a choice of storages: which sites move together, in what order, and which stay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_plan(
     policy : str
         Who decided.
     trace : Trace
-        The period.
+        The iteration.
     moved : collection of int
         Storages that move. What is dropped does not.
     room : int

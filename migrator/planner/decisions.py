@@ -1,4 +1,4 @@
-"""Where storages go and when they come back, decided one by one, and the plan that it amounts to. Pure functions."""
+"""Decisions for single storages (where each goes, and when it returns), and the plan they amount to. Pure."""
 
 from __future__ import annotations
 

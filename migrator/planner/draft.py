@@ -1,4 +1,4 @@
-"""A plan in the making: decisions so far, and what they leave of HBM and of the lanes.
+"""A draft of a plan: the decisions so far, and the HBM and bandwidth that they leave.
 
 Policies try a decision here, look at it and take it. Only a storage's first idle interval, from its last
 save to its first use, counts: saved tensors that backward has fetched stay until their last use.
@@ -29,7 +29,7 @@ CLOSE = 0.1  # worths that differ by less count as equal
 def timed(trace: Trace, links: Links) -> Trace:
     """The trace itself; if nothing was measured, one in which all positions take equally long.
 
-    The period then lasts as long as it takes to move everything out and back.
+    The iteration then lasts as long as it takes to move everything out and back.
     """
     if trace.times or not trace.positions:
         return trace
@@ -73,7 +73,7 @@ class Draft:
     Parameters
     ----------
     trace : Trace
-        The period; `timed` if it was not.
+        The iteration; `timed` if it was not.
     budget : int
         HBM for saved tensors and `others`, in bytes.
     links : Links
@@ -179,9 +179,9 @@ class Draft:
         """Decide to move, and book what it takes."""
         self.lanes.book(window.out)
         self.lanes.book(window.back)
-        self.send(window.idle, window.first, window.end, window.tier)
+        self.offload(window.idle, window.first, window.end, window.tier)
 
-    def send(self, idle: Interval, first: int, end: int, tier: str | None = None) -> None:
+    def offload(self, idle: Interval, first: int, end: int, tier: str | None = None) -> None:
         """Decide to have a storage away in stretches ``[first, end)``, whatever the lanes."""
         end = max(first, end)
         self.memory.add(first, end, -idle.nbytes)
@@ -204,7 +204,7 @@ class Draft:
         """The stretches in which a storage that moves is away."""
         return self._away[storage]
 
-    def send_until_it_fits(self, candidates: Iterable[Interval], tier: str | None = None) -> None:
+    def offload_until_it_fits(self, candidates: Iterable[Interval], tier: str | None = None) -> None:
         """Let the step wait: for what moves to be out at once, then for candidates that lie where HBM is too full."""
         if not self.memory.fits:
             for storage, (first, end) in self._away.items():
@@ -217,7 +217,7 @@ class Draft:
                 return
             first, end = idle.begin + 2, idle.end
             if over[first:end].any():
-                self.send(idle, first, end, tier)
+                self.offload(idle, first, end, tier)
                 self.come_with_room(idle.storage)
                 over = self.memory.over
 
@@ -236,7 +236,7 @@ class Draft:
         life = self._lives[storage]
         at = self.idle[storage].end
         touched = self._make(storage, at)
-        self.memory.add(min(self.trace.let_go[storage], at + 1), at + 1, -life.nbytes)
+        self.memory.add(min(self.trace.released_at[storage], at + 1), at + 1, -life.nbytes)
         needed = deque(self.trace.recipes[storage].inputs)
         while needed:  # chains are as long as a program makes them: no recursion
             source = needed.popleft()
@@ -268,7 +268,7 @@ class Draft:
         if source in self._made:
             if at < self._made[source]:
                 end = self._made[source] + 1
-                self.memory.add(max(at + 1, min(self.trace.let_go[source], end)), end, life.nbytes)
+                self.memory.add(max(at + 1, min(self.trace.released_at[source], end)), end, life.nbytes)
                 touched = self._make(source, at)
         elif idle is not None and source in self.trips:
             self.come_earlier(source, at)

@@ -1,4 +1,4 @@
-"""What a choice brings about: which storages are held from forward to backward, what is recomputed, and when.
+"""The effects of a choice: which storages are held from forward to backward, what is recomputed, and when.
 
 A storage that is dropped is not held: it is recomputed, once, at its first use, and stays until its last. What it is
 made from must be there by then. Pure functions on plain data.
@@ -88,7 +88,7 @@ class Effect:
 
 
 def effect(trace: Trace, dropped: Collection[int] = ()) -> Effect:
-    """What follows from recomputing the storages `dropped` of a period by their recipes.
+    """What follows from recomputing the storages `dropped` of an iteration by their recipes.
 
     Raises
     ------
@@ -163,7 +163,7 @@ class _Builder:
             held.holders.append(site)
             held.asked.extend(site.uses)
         self._drop()
-        self._let_go()
+        self._add_unkept()
         for held in self.held.values():
             # Read by what is recomputed after the last holder was asked for.
             held.asked.sort()
@@ -211,13 +211,13 @@ class _Builder:
             if (call := self.trace.recipes[ident].call) is not None:
                 self.made[ident] = first[call]
 
-    def _let_go(self) -> None:
+    def _add_unkept(self) -> None:
         """What nobody keeps lies in HBM all the same while the program works with it, or until it is made again."""
         born: dict[int, int] = {}
         for site in self.recomputed:
             born.setdefault(site.storage, site.birth)
         for ident, birth in born.items():
-            end = min(self.trace.let_go[ident], self.made.get(ident, self.trace.positions) + 1)
+            end = min(self.trace.released_at[ident], self.made.get(ident, self.trace.positions) + 1)
             if end > birth + 1:
                 self._there(birth + 1, end, self.trace.storage_bytes[ident])
 

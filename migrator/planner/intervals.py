@@ -1,7 +1,7 @@
-"""When storages lie idle: the stretches of a period in which one could be elsewhere.
+"""When storages lie idle: the stretches of an iteration in which one could be elsewhere.
 
 Memory is told by *stretches*: stretch ``i`` is what happens between position ``i - 1`` and position ``i``, so a
-period of ``n`` positions has ``n + 1`` of them. A storage lies in HBM from the stretch after its birth to the one
+iteration of ``n`` positions has ``n + 1`` of them. A storage lies in HBM from the stretch after its birth to the one
 after its last use, in which the gradient is computed with it. Pure functions on plain data.
 """
 
@@ -33,7 +33,7 @@ class Interval:
     begin, end : int
         Positions of the two accesses: the last save or a use, and the use that follows.
     start, stop : float
-        When they happen, in seconds from the period's begin; 0 where times were not measured.
+        When they happen, in seconds from the iteration's begin; 0 where times were not measured.
     """
 
     storage: int

@@ -1,4 +1,4 @@
-"""Levers: what can be done with each storage of a trace, what it costs, and what HBM then holds.
+"""Levers: the ways to free each storage of a trace, their costs, and the HBM in use after them.
 
 Arrays over the storages that have bytes, so that a search can look at all of them at once. Pure functions on plain
 data.
@@ -62,7 +62,7 @@ class Levers:
     Parameters
     ----------
     trace : Trace
-        The period, with times.
+        The iteration, with times.
     budget : int
         HBM for saved tensors and `others`, in bytes.
     links : Links
@@ -82,7 +82,7 @@ class Levers:
         # Stretch from which what was dropped is there again; what is never used is there for one stretch.
         self.again = np.array([life.uses[0] + 1 if life.uses else life.birth + 1 for life in lives], dtype=np.int64)
         last_save = {site.storage: site.birth for site in trace.sites}
-        self.let_go = np.array([trace.let_go[life.ident] for life in lives], dtype=np.int64)
+        self.released_at = np.array([trace.released_at[life.ident] for life in lives], dtype=np.int64)
         # And from which what was moved is there no more, however early it leaves: the program has it until then.
         self.held = np.array([trace.held.get(life.ident, 0) for life in lives], dtype=np.int64)
         self.turn = trace.turn
@@ -144,7 +144,7 @@ class Levers:
         np.add.at(changes, first, self.nbytes)
         np.add.at(changes, self.end, -self.nbytes)
         np.add.at(changes, self.birth[again], self.nbytes[again])
-        np.add.at(changes, np.minimum(self.let_go, first)[again], -self.nbytes[again])
+        np.add.at(changes, np.minimum(self.released_at, first)[again], -self.nbytes[again])
         moved = self._moved(state)
         if len(moved):
             gone = np.maximum(self._stretch(self._left(moved)), self.held[moved])

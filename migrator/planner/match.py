@@ -1,4 +1,4 @@
-"""Whether a plan that was read is of the trace that was read with it. Pure functions on plain data."""
+"""Checks that a plan belongs to the trace that was read with it. Pure functions on plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of time, site by site: from where on there is which room, and which group may come back. Pure."""
+"""The limits and prefetches of a plan, site by site: the room from there on, and groups that may return. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Change = tuple[int, str, int]
 
 
 class Pace(NamedTuple):
-    """When a site comes in the plan's period, and what its room is from there on.
+    """When a site comes in the plan's iteration, and what its room is from there on.
 
     Attributes
     ----------
@@ -48,12 +48,12 @@ def _coarse(plan: Plan, times: dict[str, tuple[int, int]]) -> dict[str, Pace]:
     """
     births = [(times[key][0], key, birth) for key, (birth, _) in plan.limits.items() if key in times]
     uses = [(times[key][1], key, use) for key, (_, use) in plan.limits.items() if times.get(key, (0, -1))[1] >= 0]
-    told: dict[tuple[int, str], int] = {}
+    least_at: dict[tuple[int, str], int] = {}
     for first, least in _steps(sorted(births + uses), plan.room // COARSE):
-        told[first] = least
+        least_at[first] = least
     found = {}
     for key, (birth, use) in times.items():
-        from_birth, from_use = told.get((birth, key)), told.get((use, key))
+        from_birth, from_use = least_at.get((birth, key)), least_at.get((use, key))
         if from_birth is not None or from_use is not None:
             found[key] = Pace(birth, use, from_birth, from_use)
     return found

@@ -1,7 +1,7 @@
-"""Room that changes on the way, and in-triggers: so that a plan fits at every position, not only at the worst.
+"""Schedules room and prefetches over the iteration, so that a plan fits at every position.
 
 Forward: at each save HBM may hold what the budget leaves until the next one. What has not left by the last save
-stays until it is used; so the last save asks for as much to leave, the oldest first, as the rest of the period
+stays until it is used; so the last save asks for as much to leave, the oldest first, as the rest of the iteration
 needs. Backward: a group comes back as early as all stretches until its use have room for it (G10, MICRO'23:
 eager prefetching), in the order of uses. Pure functions on plain data.
 """
@@ -28,7 +28,7 @@ def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int, lingering:
     plan : Plan
         What is kept, moved and recomputed.
     trace : Trace
-        The period.
+        The iteration.
     outcome : Effect
         What the plan's choice brings about.
     budget : int
@@ -69,7 +69,7 @@ def fit(
     policy : str
         Who decided.
     trace : Trace
-        The period.
+        The iteration.
     budget : int
         HBM for saved tensors and `others`, in bytes.
     moved, dropped, tiers
@@ -92,7 +92,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A group over the period.
+    """A group over the iteration.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Greedy search: which storages to move or recompute until a period fits.
+"""Greedy search: which storages to move or recompute until an iteration fits.
 
 Every lever has a cost in seconds and a relief in bytes over some stretches. Stretches weigh as much as they are over
 the budget, so relief counts where it is needed; the lever with the least cost for its relief is pulled first, as
@@ -43,7 +43,7 @@ class Search(Levers):
     """The greedy search over the levers of one trace."""
 
     def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN) -> bool:
-        """Pull levers until the period fits; whether it does.
+        """Pull levers until the iteration fits; whether it does.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class Search(Levers):
         return changed
 
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
-        """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
+        """Release levers that turned out not to be needed, the dearest first; look at `most` of them."""
         cost = np.where(
             state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_shares(state), -1.0)
         )

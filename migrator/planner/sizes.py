@@ -1,17 +1,17 @@
-"""How many bytes go where by rule: in HBM, in a group, and on the way."""
+"""Sizes by rule: how many bytes stay in HBM, form a group, and are under way."""
 
 from __future__ import annotations
 
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB
 from torch_tiers.migrator.model.trace import Trace
 
-LARGEST_GROUP = 192 * MiB  # 16 run at the link's full speed; but to send a group takes the host 60 to 300 us
+LARGEST_GROUP = 192 * MiB  # 16 run at the link's full speed; but to offload a group takes the host 60 to 300 us
 WORTH = 16 * MiB  # of a smaller group the copies' overheads show: 2% of the link, and 400 us of the host's time
 GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
 
 
 def least_room(trace: Trace, budget: int) -> int:
-    """Saved bytes that `budget` has room for at every position of the period."""
+    """Saved bytes that `budget` has room for at every position of the iteration."""
     return max(0, budget - max(trace.others, default=0))
 
 

@@ -1,4 +1,4 @@
-"""Spread over two ways out: what leaves HBM sooner past the host's memory than through it. Pure functions."""
+"""Spreads groups over two paths to NVMe: directly, and through host memory. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Our own: searches by simulation, improved, compared with what others plan, and verified to fit.
 
-A period whose times are known is searched for the cheapest mix of moves and recomputation, once for each of several
+An iteration whose times are known is searched for the cheapest mix of moves and recomputation, once for each of several
 shares of the forward that the lane out may be busy for; `migrator.planner.search` says how. What the simulator finds
 over the budget goes back into the search, and the best is searched for in other ways. Where drives are reached past the
 host's memory, what moves is spread over both ways out. Everything is counted in simulations, not in seconds, and so
@@ -21,7 +21,7 @@ from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import effect, obtainable
 from torch_tiers.migrator.planner.intervals import Bytes, where_fullest
 from torch_tiers.migrator.planner.levers import Choice, State, extremes
-from torch_tiers.migrator.planner.quiet import crossing, is_quiet
+from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
 from torch_tiers.migrator.planner.schedule import fit
 from torch_tiers.migrator.planner.search import PLAIN, How, Search
 from torch_tiers.migrator.planner.spread import spread
@@ -203,7 +203,7 @@ class _Planner:
         return _Tried(made, result)
 
     def chosen(self) -> _Tried:
-        """The fastest; where others need the memory bus, the fastest that is quiet enough.
+        """The fastest; where others need the memory bus, the fastest of low traffic.
 
         If none of those that are hardly slower is, the one of these that moves least over the bus.
         """
@@ -217,9 +217,9 @@ class _Planner:
         hardly_slower = [key for key in different if key[1] <= enough]
         # On lanes that are very slow none is hardly slower than what they would allow if they were not.
         polite = [key for key in hardly_slower if alone[key] <= enough_alone] or hardly_slower
-        # All by the same seconds: else one that is slower would be the quieter for it.
-        quiet = [key for key in polite if is_quiet(different[key].plan, self.links, self.best.result.seconds)]
-        return different[min(quiet, key=lambda key: key[::-1]) if quiet else min(polite)]
+        # All by the same seconds: else one that is slower would be of lower traffic for it.
+        low = [key for key in polite if is_low_traffic(different[key].plan, self.links, self.best.result.seconds)]
+        return different[min(low, key=lambda key: key[::-1]) if low else min(polite)]
 
     def _alone(self, plan: Plan) -> float:
         """Seconds that a plan takes while nobody else needs the memory bus."""
@@ -235,8 +235,8 @@ class _Planner:
     def _consider(self, tried: _Tried) -> None:
         if tried.result.peak["hbm"] > self.budget:
             return
-        if tried.plan.parcel_bytes > self.links.below:
-            if self.spilling is None or tried.plan.parcel_bytes < self.spilling.plan.parcel_bytes:
+        if tried.plan.stored_bytes > self.links.below:
+            if self.spilling is None or tried.plan.stored_bytes < self.spilling.plan.stored_bytes:
                 self.spilling = tried
             return
         if self.links.contended:

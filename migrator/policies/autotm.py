@@ -67,8 +67,8 @@ def plan(trace: Trace, budget: int, links: Links, *, seconds: float = SECONDS) -
         for bundle, back in _solve(draft, nodes, bundles, seconds):
             for idle in bundle.members:
                 # An asynchronous way back begins with its node, a synchronous one with the use.
-                draft.send(idle, idle.begin + 2, idle.end + 1 if back == bundle.end else nodes[back])
-        draft.send_until_it_fits(draft.stays)
+                draft.offload(idle, idle.begin + 2, idle.end + 1 if back == bundle.end else nodes[back])
+        draft.offload_until_it_fits(draft.stays)
     return draft.plan("autotm")
 
 

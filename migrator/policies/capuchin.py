@@ -99,7 +99,7 @@ def _relieve(draft: Draft, peak: _Peak) -> None:
 
 
 def _free_time(draft: Draft, idle: Interval) -> float:
-    """FT, with what the lanes have booked so far; minus infinity if it would have to begin before the period."""
+    """FT, with what the lanes have booked so far; minus infinity if it would have to begin before the iteration."""
     out, back = draft.lanes.out(idle.nbytes, idle.start), draft.lanes.back(idle.nbytes, idle.stop)
     return back.start - out.end if back.start >= 0 else -math.inf
 
@@ -116,8 +116,8 @@ def _swap(draft: Draft, idle: Interval) -> None:
     if window is not None:
         draft.lanes.book(window.out)
         draft.lanes.book(window.back)
-        draft.send(idle, idle.begin + 2, window.end)
+        draft.offload(idle, idle.begin + 2, window.end)
         return
     draft.lanes.book(draft.lanes.out(idle.nbytes, idle.start))
-    draft.send(idle, idle.begin + 2, idle.end)
+    draft.offload(idle, idle.begin + 2, idle.end)
     draft.come_with_room(idle.storage)

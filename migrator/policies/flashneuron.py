@@ -16,7 +16,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Move storages in the order of their creation until what stays fits.
 
     The paper selects until ``sum(unselected) <= memory - resident - largest working set``; that
-    right-hand side is the least room of the period. Moving needs HBM too, for the groups that are under
+    right-hand side is the least room of the iteration. Moving needs HBM too, for the groups that are under
     way: the look-ahead comes off the room as soon as anything moves. Phase 2 (compression) is not part of it.
     """
     room = least_room(trace, budget)

@@ -12,7 +12,7 @@ A period longer than ``safe(ssd)`` goes to the SSD, unless the SSD is already wr
 left, each prefetch is pulled forward from the latest safe moment as far as memory allows (eager prefetching).
 
 The paper moves pages under unified memory, in hardware, weights included; ours are saved tensors. Host memory
-is not bounded here: a plan's parcels are checked against the tiers where it is adopted. Where no period hides the
+is not bounded here: a plan's groups are checked against the tiers where it is adopted. Where no period hides the
 paper's plan does not fit; ours goes on with tensors in the order of creation, and the step waits for them.
 """
 
@@ -40,7 +40,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     periods = [idle for idle in draft.stays if idle.end - idle.begin > 1]
     draft.move_best_first(periods, lambda idle: _place(draft, idle), benefit)
     _prefetch_eagerly(draft)
-    draft.send_until_it_fits(draft.stays)
+    draft.offload_until_it_fits(draft.stays)
     return draft.plan("g10")
 
 

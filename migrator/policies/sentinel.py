@@ -59,8 +59,8 @@ def migrate(trace: Trace, budget: int, links: Links, starts: Sequence[int]) -> P
         middle = (starts[begin] + starts[begin + 1]) // 2
         first, back = max(idle.begin + 2, middle + 1), starts[end - 1] + 1
         if draft.memory.over[first:back].any():
-            draft.send(idle, first, back)
-    draft.send_until_it_fits(draft.stays)
+            draft.offload(idle, first, back)
+    draft.offload_until_it_fits(draft.stays)
     return draft.plan("sentinel")
 
 

@@ -43,8 +43,8 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         for storage in new:
             idle = draft.idle[storage]
             bring_at = min(prefetch.get(storage, idle.end), idle.end - 1)
-            draft.send(idle, idle.begin + 2, bring_at + 1, tier)
-    draft.send_until_it_fits(draft.stays, tier)
+            draft.offload(idle, idle.begin + 2, bring_at + 1, tier)
+    draft.offload_until_it_fits(draft.stays, tier)
     return draft.plan("ssdtrain")
 
 

@@ -64,7 +64,7 @@ def _recompute_segments(draft: Draft) -> None:
 
 
 def _evict(draft: Draft) -> None:
-    """Go through the period; where HBM is too full, evict from the tail of the cache."""
+    """Go through the iteration; where HBM is too full, evict from the tail of the cache."""
     fetch = _fetches(draft)
     tail = deque(sorted(draft.stays, key=lambda idle: idle.begin))
     memory = draft.memory
@@ -72,7 +72,7 @@ def _evict(draft: Draft) -> None:
         while memory.used[stretch] > memory.room[stretch] and tail and tail[0].begin + 2 <= stretch:
             idle = tail.popleft()
             if stretch < fetch[idle.storage] + 1:
-                draft.send(idle, int(stretch), fetch[idle.storage] + 1)
+                draft.offload(idle, int(stretch), fetch[idle.storage] + 1)
 
 
 def _fetches(draft: Draft) -> dict[int, int]:

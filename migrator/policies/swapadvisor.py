@@ -8,7 +8,7 @@ fitness; a child takes the classes below a cut from one and those above it from 
 probability per size.
 
 The paper's chromosome holds the order of operations, too: eager PyTorch runs the program's order, so that half is
-left out. Objects exist in the search only; in the run PyTorch's allocator places tensors. A period begins with none
+left out. Objects exist in the search only; in the run PyTorch's allocator places tensors. An iteration begins with none
 of its tensors, so the paper's second scan, which makes its end meet its beginning, has nothing to do.
 """
 
@@ -116,8 +116,8 @@ def _plan_of(trace: Trace, budget: int, links: Links, trips: dict[int, Trip]) ->
     draft = Draft(trace, budget, links)
     for ident, trip in trips.items():
         idle = draft.idle[ident]
-        draft.send(idle, idle.begin + 2, (trip.bring_at or 0) + 1)
-    draft.send_until_it_fits(draft.stays)
+        draft.offload(idle, idle.begin + 2, (trip.bring_at or 0) + 1)
+    draft.offload_until_it_fits(draft.stays)
     return draft.plan("swapadvisor")
 
 

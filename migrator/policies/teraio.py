@@ -28,7 +28,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         return draft.pressure(window, window.idle.nbytes) / window.seconds
 
     draft.move_best_first(draft.stays, lambda idle: _place(draft, idle), benefit_over_cost)
-    draft.send_until_it_fits(draft.stays)
+    draft.offload_until_it_fits(draft.stays)
     return draft.plan("teraio")
 
 

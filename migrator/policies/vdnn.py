@@ -59,7 +59,7 @@ def least(trace: Trace, budget: int, links: Links) -> dict[int, Trip]:
         for ident, trip in choice.items():
             if ident in draft.idle and trip.bring_at is not None:
                 # Gone when the layer after next is under way, there when its prefetch begins.
-                draft.send(draft.idle[ident], draft.idle[ident].begin + 2, trip.bring_at + 1)
+                draft.offload(draft.idle[ident], draft.idle[ident].begin + 2, trip.bring_at + 1)
         if draft.memory.fits:
             break
     return choice

@@ -1,6 +1,6 @@
 """vDNN++ (Shriram et al., IPDPS'19): what vDNN offloads, without waiting for it.
 
-The next layer starts before the last one's offload has ended, whose memory is let go when it has (against vDNN's
+The next layer starts before the last one's offload has ended, whose memory is released when it has (against vDNN's
 "delayed computation start"); so the plan has vDNN's choice and prefetches, but all the room there is. The paper's other
 parts are no decisions of a plan here: memory comes from PyTorch's caching allocator instead of a placement against
 fragmentation, and pinned host memory is not compressed.

@@ -1,1 +1,1 @@
-"""What is asked of the program itself: its modules, parameters, optimizers and process groups."""
+"""Queries of the program itself: its modules, parameters, optimizers and process groups."""

@@ -1,4 +1,4 @@
-"""Process groups end only when their threads have forgotten our hooks.
+"""Has process groups end only when their threads have released our hooks.
 
 What gloo works on keeps the saved-tensor hooks of the thread that asked for it, and gloo's threads need the
 interpreter to let go of them. Who ends a process group waits for these threads, and has the interpreter if the last

@@ -39,10 +39,10 @@ class Node(Generic[Action]):
         ``Root.child.grandchild``; empty for the program itself.
     kind : str
         Class of the module.
-    period : int
-        The period that `count` belongs to.
+    iteration : int
+        The iteration that `count` belongs to.
     count : int
-        Tensors it has saved in that period.
+        Tensors it has saved in that iteration.
     agenda : Agenda
         Where `actions` and `noted` were looked up.
     actions : sequence
@@ -53,7 +53,7 @@ class Node(Generic[Action]):
 
     path: str
     kind: str = ""
-    period: int = -1
+    iteration: int = -1
     count: int = 0
     agenda: Agenda[Action] | None = None
     actions: Sequence[Action | None] = ()
@@ -61,8 +61,8 @@ class Node(Generic[Action]):
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
 
     def begin(self, place: Place[Action]) -> None:
-        """Come to the period under way."""
-        self.period = place.period
+        """Come to the iteration under way."""
+        self.iteration = place.iteration
         self.count = 0
         if self.agenda is not place.agenda and place.agenda is not None:
             self.agenda = place.agenda
@@ -78,25 +78,25 @@ class Place(Generic[Action]):
     ----------
     here : Node
         The module it is in.
-    period : int
-        Number of the period under way.
+    iteration : int
+        Number of the iteration under way.
     agenda : Agenda
         What the plans say of sites in that.
     recording : bool
         Whether that is recorded.
     in_backward : bool
         Whether backward has asked for something in it.
-    quiet : mapping of str to bool or None
+    bypass : mapping of str to bool or None
         By the path of a module, whether the hooks need not be called there in it, until backward begins: the first
         tensor that is saved after that is of the next. None where it may be as it is.
     """
 
     here: Node[Action]
-    period: int = 0
+    iteration: int = 0
     agenda: Agenda[Action] | None = None
     recording: bool = False
     in_backward: bool = False
-    quiet: Mapping[str, bool | None] = field(default_factory=dict)
+    bypass: Mapping[str, bool | None] = field(default_factory=dict)
 
 
 class Modules(Generic[Action]):

@@ -1,4 +1,4 @@
-"""Which kernels a program has PyTorch take: it may have chosen them for forward only."""
+"""The kernel choices of a program (TF32, cuDNN, SDPA): a program may set them for its forward only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Choices: TypeAlias = tuple[torch.dtype, int, tuple[Any, ...]]
 
 
 def choices() -> Choices:
-    """Default dtype, and the kernels that may be used."""
+    """Return the default dtype, and which kernels may be used."""
     deterministic = torch.get_deterministic_debug_mode()
     return torch.get_default_dtype(), deterministic, tuple([_set_to(get) for get, _ in _SWITCHES])
 
@@ -50,7 +50,7 @@ def _choose(those: Choices) -> None:
 
 @contextmanager
 def chosen(those: Choices) -> Iterator[None]:
-    """Have the choices be those."""
+    """Set the choices to those within this scope."""
     before = choices()
     _choose(those)
     try:

@@ -1,7 +1,7 @@
-"""What makes saved tensors again from others: closures of the operators that the forward under way has run.
+"""Replays: recomputations of saved tensors by the operators that made them, from other saved tensors.
 
-While a forward is recorded on the tape, each saved tensor is a value there. What makes one of them is found by walking
-back from it to others that were saved, and to what no operator of this forward made, such as parameters.
+While a forward is recorded on the tape, each saved tensor is a value there. A replay is found by walking back from a
+tensor to others that were saved, and to values that no operator of this forward made, such as parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST = 4096  # names and storages that are remembered: a program of ever new one
 
 
 class Maker(Protocol):
-    """Who is to have what a replay makes."""
+    """The object that is to receive a result of a replay."""
 
     @property
     def is_wanted(self) -> bool: ...  # noqa: D102
@@ -45,20 +45,20 @@ class Maker(Protocol):
 
 
 class Replay:
-    """What makes a saved tensor again: a closure whose leaves are what was packed of others.
+    """A recomputation of a saved tensor: a closure of operators whose leaves are packed tensors.
 
-    Or several that one operator returned, such as a dropout's result and its mask: these are made at once.
+    It may recompute several tensors that one operator returned, such as a dropout's result and its mask, together.
 
     Attributes
     ----------
     names : list of str
-        For each tensor that it makes its operators, and a signature: equal for those that compute the same.
+        For each tensor its operators, and a signature: equal for those that compute the same.
     makes : list of weakref
-        What is to have each of them; None for nobody.
+        The receiver of each tensor; None for nobody.
     inputs : tuple
-        What was packed of the tensors that it begins with.
+        The packed tensors that it begins with.
     keys : tuple of str
-        At which sites these were saved.
+        The sites at which these were saved.
     call : tuple of (int, int)
         Its last operator: of which record, and its number there.
     """
@@ -91,17 +91,17 @@ class Replay:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """What runs, in this order: those of PyTorch's own without their namespace."""
+        """Return the operators in the order in which they run; PyTorch's own without their namespace."""
         return tuple(map(_bare, self._closure.names))
 
-    def aside(self) -> AbstractContextManager[None]:
-        """What is done inside is no part of the forward that is recorded."""
-        return self._recorder.aside()
+    def untracked(self) -> AbstractContextManager[None]:
+        """Do work in this scope that is no part of the forward that is recorded."""
+        return self._recorder.untracked()
 
     def join(self, other: Replay) -> bool:
-        """Make what another one makes, too, if both run the same operators; whether it does so now.
+        """Recompute the tensor of another replay, too, if both run the same operators; return whether it does now.
 
-        The other must not have been run, and is of no use afterwards.
+        The other must not have run, and must not be used afterwards.
         """
         if not other._closure.also(self._closure):
             return False
@@ -111,12 +111,12 @@ class Replay:
         return True
 
     def run(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, made again of their unpacked inputs.
+        """Return the tensors, recomputed from their unpacked inputs.
 
         Raises
         ------
         Differs
-            If it would not be what it was.
+            If they would differ from the saved ones.
         """
         if self._gathering is not None and self._gathering.changed():
             raise RuntimeError(f"a parameter that a saved tensor is made from again has been {MODIFIED}.")
@@ -139,12 +139,12 @@ def _bare(operator: str) -> str:
 
 
 def operators_of(name: str) -> str:
-    """What a replay is called in a trace: its operators alone."""
+    """Return a replay's name in a trace: its operators alone."""
     return name.partition("#")[0]
 
 
 def kind_of(name: str) -> str:
-    """What tells a replay from others of the same operators: their shapes."""
+    """Return the part of a name that tells replays of the same operators apart: their shapes."""
     return name.partition("#")[2]
 
 
@@ -154,14 +154,14 @@ class Replays:
     Attributes
     ----------
     choices : object
-        The kernels that the program had chosen when the forward began: one object for all that are equal.
+        The program's kernel choices when the forward began: one object for all that are equal.
 
     Parameters
     ----------
     recorder : Recorder
-        The process's recorder of operators, which one thread at a time can have.
+        The process's recorder of operators, which one thread at a time can use.
     is_fixed : callable
-        Whether a storage, by its identity, belongs to a parameter or a buffer.
+        Returns whether a storage, by its identity, belongs to a parameter or a buffer.
     """
 
     def __init__(self, recorder: Recorder, is_fixed: Callable[[int], bool]) -> None:
@@ -179,15 +179,15 @@ class Replays:
         self._chosen = {now: now}  # all that there were
 
     def forward_begins(self, gathering: Gathering | None) -> None:
-        """A model's forward begins: record it, unless nothing is to be found in it, or another thread is recorded.
+        """Record a model's forward, unless nothing is to be found in it, or another thread is recorded.
 
-        Several may follow before backward, each of which may take what others made. Without end they are an evaluation
-        that forgot `no_grad`, and one record of all would fill memory; and so would a validation.
+        Several forwards may follow before backward, each of which may use results of others. Without end they are an
+        evaluation that forgot `no_grad`, and one record of all would fill memory; and so would a validation.
 
         Parameters
         ----------
         gathering : Gathering or None
-            What is gathered of the model's parameters while a module computes; None if nothing is to be found.
+            The parameters that are gathered while a module computes; None if nothing is to be found.
         """
         if gathering is None or not torch.is_grad_enabled():
             self.end()
@@ -204,7 +204,7 @@ class Replays:
         self._settings, self.choices = self._recorder.settings(), self._chosen.setdefault(now, now)
 
     def end(self) -> None:
-        """Record no more: backward begins, in whichever thread. Closures that were found stay good. Idempotent."""
+        """Stop recording, as backward begins in some thread. Closures that were found stay valid. Idempotent."""
         self._forwards = 0
         if self._gathering is not None:
             self._gathering.changed()  # asked now: an optimizer in backward may change some before the first replay
@@ -218,17 +218,17 @@ class Replays:
         self.end()  # of a thread that has ended: no other could record
 
     def forget_dead(self) -> None:
-        """Remember no more what was packed in forwards that nobody goes back through."""
+        """Forget tensors packed in forwards that no graph holds any more."""
         if self._packs is not None:
             self._packs.forget_dead()
 
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
-        """Remember what was packed of a tensor at a site: others may be made from it."""
+        """Remember what the graph holds for a tensor at a site, as others may be recomputed from it."""
         if self._packs is not None:
             self._packs.note(tensor, packed, key)
 
     def find(self, base: Tensor) -> Replay | None:
-        """What makes all of a tensor's storage again; None if there is no such thing."""
+        """Return the replay of a tensor's whole storage; None if there is none."""
         packs = self._packs
         found = None if packs is None else packs.find(base, self._settings, self._is_written_by_operators_only)
         if found is None:
@@ -238,7 +238,7 @@ class Replays:
         return Replay(name, found, call, self._recorder, self._settings, self.choices, self._gathering)
 
     def joined(self, found: Replay) -> tuple[Replay, int]:
-        """What makes a tensor that is dropped, with others of the same operator; and which of what it makes that is."""
+        """Return the replay of a dropped tensor, shared with others of its operator, and the index of its result."""
         ref = self._calls.get(found.call)
         before = None if ref is None else ref()
         if before is not None and before.join(found):
@@ -247,9 +247,10 @@ class Replays:
         return found, 0
 
     def _is_written_by_operators_only(self, storage: int) -> bool:
-        """Whether nobody writes a storage on the host without an operator, which tells us before.
+        """Return whether a storage is written by operators only, which the recorder sees.
 
-        Somebody may, such as who loads batches into an array of NumPy's: all but parameters and buffers.
+        Other storages may be written without one, such as a NumPy array that batches are loaded into. So only
+        parameters and buffers count.
         """
         if storage not in self._fixed and self._is_fixed(storage):  # which asks for all there are
             if len(self._fixed) >= MOST:
@@ -258,7 +259,7 @@ class Replays:
         return storage in self._fixed
 
     def _name(self, found: Bound) -> str:
-        """The last operator, those before it, and the signature, which tells it from others."""
+        """Return the last operator, those before it, and the signature, which tells it from others."""
         *before, last = map(_bare, found.names)
         first = [f"{len(before) - NAMED} more", *before[-NAMED:]] if len(before) > NAMED else before
         operators = f"{last}({', '.join(first)})" if first else last
@@ -269,7 +270,7 @@ class Replays:
 
 
 def run(what: Replay, peek: Peek) -> list[Tensor]:
-    """Make tensors again.
+    """Run a replay.
 
     Operators are recorded below autocast, which has cast their arguments already.
     """

@@ -1,8 +1,8 @@
-"""Finds out, while a period is recorded, which saved tensors can be recomputed bit for bit, and what that takes.
+"""Tries, while an iteration is recorded, which saved tensors can be recomputed bit for bit, and measures the cost.
 
-A tensor that has a replay is made a second time when backward asks for it, and compared with the original; once for
-each site. What it is made from and is away is copied for the trial alone: what comes back, and when, is as in a period
-without. The device is not waited for: what it found is read when the period is over.
+When backward asks for a tensor that has a replay, the tensor is recomputed and compared with the original, once for
+each site. Inputs that are away are copied for the trial alone: which groups return, and when, is as without it. The
+host does not wait for the device: results are read when the iteration is over.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch_tiers.migrator.streams import Meter, flat
 
 @dataclass(slots=True)
 class Trial:
-    """A replay that waits for backward to ask for the tensor that it should make.
+    """A replay that waits for backward to ask for its tensor.
 
     Attributes
     ----------
     ident : int
         The tensor's storage.
     what : Replay or None
-        How to make all of that storage; None once that was tried.
+        The replay of that storage; None once it was tried.
     index : int
-        Which of what that makes it is.
+        Which of the replay's results it is.
     verified : Verified
-        What will have been seen to hold.
+        What will have been verified.
     inputs : tuple of int
         The storages of its inputs, each once.
     size, stride : tuple of int
-        Of what is made.
+        Of the result.
     first, nbytes : int
         The element of the storage at which the tensor begins, and the storage's bytes.
     """
@@ -66,16 +66,16 @@ class _Tried(NamedTuple):
 
 
 class Trials:
-    """The trials of one period.
+    """The trials of one iteration.
 
     Parameters
     ----------
     meter : Meter
-        Takes the time.
+        Measures time and memory.
     verified : mapping of str to Verified
-        What held in earlier periods, by site.
+        What held in earlier iterations, by site.
     refused : collection of str
-        Sites that are not looked at.
+        Sites that are not tried.
     """
 
     def __init__(self, meter: Meter, verified: Mapping[str, Verified], refused: Collection[str] = ()) -> None:
@@ -88,7 +88,7 @@ class Trials:
         self._tried: list[_Tried] = []
 
     def is_new(self, ident: int, key: str) -> bool:
-        """Whether storage `ident`, which was saved at site `key`, is to be looked at, and was not before."""
+        """Return whether storage `ident`, saved at site `key`, is to be tried, and was not before."""
         if ident in self._seen or key in self._refused:
             return False
         self._seen.add(ident)
@@ -97,7 +97,7 @@ class Trials:
     def knows(
         self, ident: int, key: str, base: Tensor, what: Replay, index: int, inputs: tuple[int, ...], chosen: object
     ) -> bool:
-        """Whether the replay held at this site before; then it counts as held, with what it begins with now."""
+        """Return whether the replay held at this site before; then it counts as held, with its present inputs."""
         self._calls[ident] = what.call, inputs
         verified = self._verified.get(key)
         if verified is None or verified.choices is not chosen:
@@ -111,10 +111,10 @@ class Trials:
         return True
 
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
-        """Make a storage again and compare it with that of `tensor`, which backward has been given."""
+        """Recompute a storage and compare it with that of `tensor`, which backward has been given."""
         # There may be no memory for it, no room to bring an input back, or no such kernel: the program did not ask for
         # this, and is not to fail.
-        with self._meter.aside(), suppress(RuntimeError, TiersError):
+        with self._meter.untracked(), suppress(RuntimeError, TiersError):
             self._attempt(trial, tensor, peek)
 
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
@@ -131,7 +131,7 @@ class Trials:
             return
         first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
         same = same_bits(made.untyped_storage(), tensor.untyped_storage(), first)
-        # What was made is given back before it is made once more for its time: that run finds memory that is mapped
+        # The result is freed before it is recomputed once more for its time: that run finds memory that is mapped
         # and kernels that are loaded. To map pages takes the host milliseconds, in which the device has nothing to do.
         del made
         self._meter.most()
@@ -144,7 +144,7 @@ class Trials:
         self._tried.append(_Tried(replace(trial, what=None), same, start, end, scratch, host))
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
-        """What held, by storage; blocks until the device has passed all trials."""
+        """Return what held, by storage; block until the device has finished all trials."""
         for trial, same, start, end, scratch, host in self._tried:
             if not same:  # one by one: to gather them would ask for memory that the program does not
                 continue
@@ -166,13 +166,13 @@ def _recipe(name: str, took: Took, inputs: tuple[int, ...]) -> Recipe:
 
 
 def _is_storage(trial: Trial, made: Tensor) -> bool:
-    """Whether what was made is all of a storage as the trial's is."""
+    """Return whether the result is a whole storage as the trial expects."""
     fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)
     return fits and layout(made) == trial.verified.layout and made.untyped_storage().nbytes() == trial.nbytes
 
 
 def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:
-    """Whether all bytes of `one` are those of `other` from byte `first` on."""
+    """Return whether all bytes of `one` equal those of `other` from byte `first` on."""
     nbytes = one.nbytes()
     dtype = torch.uint8 if nbytes % 8 or first % 8 else torch.int64
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What was seen to hold of replays: that one gave the bits of a saved tensor when it was tried, and what it took."""
+"""Verified recomputations: replays that gave the bits of a saved tensor in a trial, and their costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATOMIC = re.compile(
 
 
 class Took(NamedTuple):
-    """What a replay took: seconds on the device, bytes in use besides what it makes, seconds of the host."""
+    """The cost of a replay: seconds on the device, bytes in use besides its results, seconds of the host."""
 
     seconds: float
     scratch: int
@@ -33,20 +33,20 @@ class Took(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Replays that gave the same bits at a site, and for what.
+    """Replays that gave the same bits at a site, and the conditions for that.
 
     Attributes
     ----------
     held : mapping of str to Took
-        What each took, by its name: of a convolution there is one for each of several shapes.
+        The cost of each, by name: a convolution has one for each of several shapes.
     layout : tuple
-        Of what they made.
+        The layout of their result.
     version : int
-        Of what they made: how often that had been changed in place.
+        How often their result had been changed in place.
     found : frozenset of str
         Sites of the saved tensors that they begin with.
     choices : object
-        The kernels that the program had chosen by then: others may give other bits.
+        The program's kernel choices then: others may give other bits.
     """
 
     held: Mapping[str, Took]
@@ -56,15 +56,15 @@ class Verified(NamedTuple):
     choices: object = None
 
     def besides(self, before: Verified | None) -> Verified:
-        """What is known now that this was seen, where `before` had been."""
+        """Return this, merged with what was verified `before` under the same conditions."""
         if before is None or before._replace(held={}, found=self.found) != self._replace(held={}):
             return self
         return self._replace(held={**before.held, **self.held}, found=before.found | self.found)
 
     def find(self, base: Tensor, replays: Replays) -> tuple[Replay, int] | None:
-        """What makes a tensor again, and which of what that makes it is, if it is as it was when that held.
+        """Return the replay of a tensor and the index of its result, if the conditions still hold.
 
-        None if it is not, or if there is nothing.
+        Returns None if they do not, or if there is no replay.
         """
         if layout(base) != self.layout or base._version != self.version or replays.choices is not self.choices:
             return None
@@ -72,10 +72,10 @@ class Verified(NamedTuple):
         return None if found is None or self.took(found) is None else replays.joined(found)
 
     def took(self, replay: Replay, index: int = 0) -> Took | None:
-        """What it takes to make one of a replay's tensors, if that held; None if it did not.
+        """Return the cost of one result of a replay, if that was verified; else None.
 
-        Also if it held for several other shapes that do not matter: else nothing could be dropped where every period
-        has shapes of its own. It takes the longest of those then.
+        It counts as verified, too, if it was for several other shapes and shapes do not matter: otherwise nothing could
+        be dropped if every iteration has new shapes. The cost is then the largest of those.
         """
         name = replay.names[index]
         if name in self.held:
@@ -87,18 +87,18 @@ class Verified(NamedTuple):
 
 
 def are_alike_for_all_shapes(operators: Iterable[str]) -> bool:
-    """Whether operators that give the same bits twice for some shapes do for others: see `CHOSEN` and `ATOMIC`."""
+    """Return whether operators that repeat their bits for some shapes do for others: see `CHOSEN` and `ATOMIC`."""
     return not any(CHOSEN.search(name) or ATOMIC.search(name) for name in operators)
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that owns the memory of `tensor`, a view of it or itself."""
+    """Return the tensor that owns the memory of `tensor`, which is a view of it or itself."""
     base = tensor._base
     return tensor if base is None else base
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What must be as it was when a replay was tried: strides and dtype; not how long contiguous dimensions are."""
+    """Return the parts of a layout that must be as in the trial: strides and dtype; sizes only if not contiguous."""
     if tensor.is_contiguous():
         return (tensor.dim(), tensor.dtype)
     return (tensor.size(), tensor.stride(), tensor.dtype)

@@ -1,1 +1,1 @@
-"""Writes down what one period of a program did: its trace."""
+"""Records what one iteration of a program did: its trace."""

@@ -1,4 +1,4 @@
-"""What the graph holds beside a saved tensor of a period that is recorded."""
+"""The object that the graph holds beside a saved tensor while the iteration is recorded."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch_tiers.migrator.recording.storages import Known
 
 
 class Recording(Protocol):
-    """The recorder of the period."""
+    """The recorder of the iteration, as records see it."""
 
     trials: Trials | None
 
     def advance(self) -> int:
-        """A position is reached; its number."""
+        """Go on to the next position; return its number."""
 
     def resume(self, *, brought: bool = False) -> None:
-        """Our own work at a position is over."""
+        """Take note that our own work at a position is over."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Record:
-    """What the graph holds of an entry; and of its trials, whose inputs nobody else may keep alive."""
+    """One saved tensor's entry in the trace, and its trials, whose inputs nobody else may keep alive."""
 
     recorder: Recording
     known: Known | None
@@ -34,11 +34,11 @@ class Record:
     trials: list[Trial] = field(default_factory=list)
 
     def used(self) -> None:
-        """Backward asks for it."""
+        """Take note that backward asks for the tensor."""
         self.uses.append(self.recorder.advance())
 
     def compare(self, tensor: Tensor, peek: Peek) -> Tensor:
-        """Carry its trials out, with what backward is about to be given; returns that."""
+        """Run the tensor's trials against the tensor that backward is about to be given; return that."""
         trials, self.trials = self.trials, []
         for trial in trials:
             if self.recorder.trials is not None:

@@ -1,4 +1,4 @@
-"""Records one period: every tensor saved, when, and when backward asked for it again; and what that took."""
+"""Records one iteration: every tensor saved, when it was saved and asked for again, and its times and memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torch_tiers.migrator.streams import Meter
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
 PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it
-LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
+LIMIT = 100_000  # records; an iteration without backward never ends, and its trace would be of no use
 _PRESENT = (State.FILLING, State.LEAVING)  # the engine holds the program's own memory
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One saved tensor of the period under way; `known` is None for what cannot move."""
+    """One saved tensor of the iteration; `known` is None if it cannot move."""
 
     key: str
     birth: int
@@ -41,7 +41,7 @@ class _Entry:
 class _Held:
     """A storage saved at position `born` that the program itself held at position `seen`, or until `end`.
 
-    From position `away` on it was no more in HBM than for that; None as long as the engine has it there.
+    From position `away` on it was in HBM only for that; None as long as the engine has it there.
     """
 
     known: Known
@@ -53,23 +53,23 @@ class _Held:
 
 
 class Recorder:
-    """Collects the sites of one period.
+    """Collects the sites of one iteration.
 
     Parameters
     ----------
     outlived : set of str
-        Keys of sites whose storages the program itself keeps alive into backward, so that moving them
-        frees nothing. Shared by the recorders of a program: what stays cannot be found out again.
+        Keys of sites whose storages the program itself holds into backward, so that moving them frees nothing. Shared
+        by the recorders of a program: of a tensor that stays this cannot be detected again.
     meter : Meter, optional
-        Measures the period; without one only the order of events is recorded.
+        Measures the iteration; without one only the order of events is recorded.
     resident : callable
-        Bytes of saved storages that the engine has had in HBM since it was last called.
+        Returns the bytes of saved storages that the engine has had in HBM since the last call.
     verified : mapping of str to Verified
-        Replays that held in earlier periods, by site.
+        Replays that held in earlier iterations, by site.
     refused : collection of str
-        Sites of which it is not to be found out what could be recomputed.
+        Sites for which no recomputation is tried.
     tries : bool
-        Whether it is to be found out what could be recomputed. That takes memory which the program alone would not.
+        Whether recomputations are tried. Trials take memory that the program alone would not.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Recorder:
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
-        self._coming: deque[_Held] = deque()  # what the engine has not let go of yet
+        self._coming: deque[_Held] = deque()  # what the engine has not released yet
         self._followed: dict[int, dict[int, Known]] = {}  # by storage all that was saved of it, by its number
         self._stays: set[int] = set()  # storages that the graph holds, who knows how often
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
@@ -98,7 +98,7 @@ class Recorder:
         self.verified: dict[str, Verified] = {}  # by site, the replays that held; known with the trace
 
     def advance(self) -> int:
-        """The next position."""
+        """Go on to the next position; return its number."""
         if self._meter is not None:
             self._meter.tick(self._resident())
             self._see_what_is_held()
@@ -106,22 +106,22 @@ class Recorder:
         return self._position - 1
 
     def arrive(self) -> None:
-        """The host came from the program to us."""
+        """Stop counting host time as the program's: a hook has begun."""
         if self._meter is not None:
             self._meter.arrive()
 
     def depart(self) -> None:
-        """The host goes on with the program; nothing was recorded meanwhile."""
+        """Count host time as the program's again; nothing was recorded meanwhile."""
         if self._meter is not None:
             self._meter.depart()
 
     def resume(self, *, brought: bool = False) -> None:
-        """The program goes on from the position that it has reached, for which something was `brought` back."""
+        """Take note that the program goes on from its position, for which something may have been `brought` back."""
         if self._meter is not None:
             self._meter.resume(brought=brought)
 
     def _see_what_is_held(self) -> None:
-        """Until when the program itself holds what it saved: logits until their loss is known."""
+        """Detect until when the program itself holds what it saved, such as logits until their loss is known."""
         while self._coming:
             saved = self._coming[0].known.saved
             if saved is not None and saved.group.state in _PRESENT:
@@ -140,7 +140,7 @@ class Recorder:
                 self._ended(held)
 
     def _is_held(self, known: Known) -> bool | None:
-        """Whether the program, too, has a tensor on that storage. None where we cannot tell it from ours."""
+        """Return whether the program, too, has a tensor on the storage; None if that cannot be told."""
         parts = self._followed[known.cdata].values()
         saved = [part.saved for part in parts if part.saved is not None] if len(parts) < PARTS else []
         if known.cdata in self._stays or len(saved) < len(parts):
@@ -152,12 +152,12 @@ class Recorder:
         held.end = (held.seen + 1 + self._position) // 2
         self._was_held.append(held)
 
-    def aside(self) -> AbstractContextManager[None]:
-        """What is done inside is not the program's."""
-        return nullcontext() if self._meter is None else self._meter.aside()
+    def untracked(self) -> AbstractContextManager[None]:
+        """Do work in this scope that is not measured as the program's."""
+        return nullcontext() if self._meter is None else self._meter.untracked()
 
     def save(self, key: str, known: Known | None, kind: str = "", *, stays: bool = False) -> Record | None:
-        """The program saves a tensor, which the graph itself is to hold if it `stays`."""
+        """Record that the program saves a tensor; the graph itself will hold it if it `stays`."""
         if len(self._entries) >= LIMIT:
             return None
         entry = _Entry(key, self.advance(), known, kind)
@@ -171,15 +171,15 @@ class Recorder:
         return record
 
     def forward_begins(self) -> bool:
-        """Another forward begins; whether of the one before the last nothing is part of a graph any more.
+        """Take note that a forward begins; return whether no graph holds anything of the one before the last.
 
-        Of the last one a program may hold the output until it has the next.
+        Of the last forward a program may hold the output until it has the next.
         """
         before, self._before, self._forward = self._before, self._forward, []
         return bool(before) and all(record() is None for record in before)
 
     def abandon(self) -> None:
-        """What was recorded is of no use to anybody, nor is what graphs that live on have to tell."""
+        """Discard what was recorded; graphs that live on record nothing more."""
         if self._meter is not None:
             self._meter.abandon()
         self._meter = self.trials = None
@@ -194,7 +194,7 @@ class Recorder:
                 self._look.setdefault(self._position, []).append(held)
 
     def turn(self) -> None:
-        """Backward begins. What is alive without us, somebody else holds."""
+        """Take note that backward begins. A storage that is alive without us is held by the program."""
         self._coming.clear()
         for held in (held for of in self._look.values() for held in of):
             still = self._is_held(held.known)
@@ -211,9 +211,9 @@ class Recorder:
                 self._outlived.discard(entry.key)
 
     def trace(self) -> Trace:
-        """What was recorded; where it was measured, this waits for the device to end the period.
+        """Return the trace; if it was measured, wait for the device to finish the iteration.
 
-        Sites that cannot move, or free nothing by it, have 0 bytes.
+        Sites that cannot move, or whose move frees nothing, have 0 bytes.
         """
         sites = []
         alone = -1  # storages that are not told apart get numbers of their own
@@ -244,13 +244,13 @@ class Recorder:
         return trace if measures.clocks is None else trace.on(measures.clocks)
 
     def _held_besides(self) -> tuple[list[int], dict[int, int]]:
-        """What the program holds of what was saved: how that changes others' bytes, and `Trace.held`."""
+        """Return how storages that the program holds change `Trace.others`, and `Trace.held`."""
         change, held = [0] * (self._position + 2), dict[int, int]()
         last_uses = {entry.known.ident: entry.uses[-1] for entry in self._entries if entry.known and entry.uses}
         for each in self._was_held:
             nbytes = each.known.high - each.known.low
             if each.key in self._outlived:
-                # The program's own, which the engine counted as resident: until it let go, or nobody needed it.
+                # The program's own, which the engine counted as resident: until it was released, or nobody needed it.
                 until = last_uses.get(each.known.ident, self._position) + 2 if each.away is None else each.away
                 change[each.born + 1] -= nbytes
                 change[min(until, self._position + 1)] += nbytes
@@ -264,7 +264,7 @@ class Recorder:
 
 
 def _holders(known: Known) -> int:
-    """How many tensors there are on a storage; 0 if it is freed."""
+    """Return how many tensors there are on a storage; 0 if it is freed."""
     # The object of Python's that stands for the storage counts as well. So it is made, if there is none.
     storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
     return 0 if storage is None else _references(known.cdata) - 1

@@ -1,4 +1,4 @@
-"""The storages that a period saves. Types only: the C++ part of the hooks makes them."""
+"""The storages that an iteration saves. Types only: the C++ part of the hooks implements them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch_tiers.migrator.offload.group import Saved
 
 
 class Known(Protocol):
-    """The bytes ``[low, high)`` of a storage, as they were at one version of a version counter, or of several.
+    """The bytes ``[low, high)`` of a storage, at one version of a version counter, or of several.
 
     Attributes
     ----------
     ident : int
-        Number within the period.
+        Number within the iteration.
     cdata : int
-        Identity of the storage, good for as long as this object lives: it holds a weak reference to it.
+        Identity of the storage, valid as long as this object lives: it holds a weak reference to the storage.
     saved : Saved or None
-        Where it moves, if it does.
+        Its place in a group, if it moves.
     made : weak reference or None
-        How it is recomputed, if it is dropped.
+        Its recomputation, if it is dropped.
     """
 
     saved: Saved | None
@@ -38,11 +38,11 @@ class Known(Protocol):
     def cdata(self) -> int: ...  # noqa: D102
 
     def freed(self) -> bool:
-        """Whether the program's memory is gone."""
+        """Return whether the program's memory is freed."""
 
 
 class Storages(Protocol):
-    """The storages that a period has saved so far: what has been saved before is not saved again."""
+    """The storages that an iteration has saved so far; a storage is saved once."""
 
     def find(self, tensor: Tensor) -> Known:
-        """What is known of the bytes that `tensor` needs; made on first sight."""
+        """Return the entry of the bytes that `tensor` needs; make it at first sight."""

@@ -1,1 +1,1 @@
-"""Holds the parts together over the periods of a program."""
+"""Connects the parts of the migrator over the iterations of a program."""

@@ -1,4 +1,4 @@
-"""What the runtime tells its advisor at the end of every period, and what it is told in turn."""
+"""Reports each iteration's copies to the monitor, and returns its advice."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 class Advice:
-    """Asks lanes what they copied, and the advisor what to do about it.
+    """Asks the lanes what they copied, and the advisor how to react.
 
     Parameters
     ----------
     advisor : Advisor or None
-        Without one the lanes are not asked: that would have more of their copies timed. May be set anew at any time.
+        Without one the lanes are not asked: asking has more of their copies timed. May be replaced at any time.
     links : Links
-        What plans take the lanes to give.
+        The assumed bandwidths.
     pages : callable
-        The allocator, once it is under PyTorch.
+        Returns the page allocator, once it is under PyTorch.
     """
 
     def __init__(
@@ -47,38 +47,38 @@ class Advice:
         self._asked: dict[torch.device, tuple[Event, float]] = {}
 
     def forget(self) -> None:
-        """What lanes have copied since they were last asked is nobody's question any more."""
+        """Ignore the copies since the lanes were last asked."""
         self._asked.clear()
 
-    def period_passed(self) -> None:
-        """A period is over of which the hooks saw nothing."""
+    def iteration_passed(self) -> None:
+        """An iteration is over of which the hooks saw nothing."""
         if self.advisor is not None:
-            self.advisor.period_over([], dict(self._counters.moved))
+            self.advisor.iteration_over([], dict(self._counters.moved))
 
-    def period_over(self, movers: Sequence[Mover]) -> tuple[int | None, Links] | None:
-        """A thread's period is over; how many groups may be back early from now on, and the links to plan with."""
+    def iteration_over(self, movers: Sequence[Mover]) -> tuple[int | None, Links] | None:
+        """A thread's iteration is over; how many groups may be back early from now on, and the links to plan with."""
         if self.advisor is None:
             return None
         transfers = [copy for mover in movers for copy in self._copied(mover.engine.compute)]
-        response = self.advisor.period_over(transfers, dict(self._counters.moved))
+        response = self.advisor.iteration_over(transfers, dict(self._counters.moved))
         links = next((self._devices.opened[mover.engine.compute.device].links for mover in movers), self._links)
         return response.ahead, links.reduced(response.left)
 
     def _copied(self, compute: Compute) -> list[Transfer]:
-        """What the lanes of a device have copied since they were last asked, as far as it tells anything of them."""
+        """Return the copies of a device's lanes since they were last asked, if they say anything about the lanes."""
         if compute.capturing():  # events must not be asked for then
             return []
-        told: list[Transfer] = []
+        transfers: list[Transfer] = []
         pages, shared, before = self._pages(), self._devices.opened[compute.device], self._asked.get(compute.device)
         if before is not None:
             asked, recorded = before
-            if not asked.query():  # the program runs more than a period ahead of the device
+            if not asked.query():  # the program runs more than an iteration ahead of the device
                 return []
             over = shared.out.over(asked) + shared.back.over(asked)
             if (timeline := self._counters.timeline) is not None:
                 timeline.copies(str(compute.device), over, since=compute.when(asked, recorded))
             if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
-                told = over
+                transfers = over
         now = time.perf_counter()
         self._asked[compute.device] = compute.mark(compute.stream()), now
-        return told
+        return transfers

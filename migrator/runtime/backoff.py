@@ -1,17 +1,16 @@
-"""What to do when others need the memory bus: less, in grades, and more again when they are done. Pure.
+"""How the runtime backs off while others need the memory bus, in grades, and recovers afterwards. Pure.
 
-One number, the *share*, says how much of the runtime's usual demand is left: it is halved while others
-saturate the bus, and grows by an eighth a step once the bus is free (additive increase, multiplicative
-decrease: Chiu and Jain, 1989). What is done follows from the share alone, so the grades come in one
-order and go in the other:
+One number, the *share*, says how much of the runtime's usual demand is left. It is halved while others saturate the
+bus, and grows by an eighth a step once the bus is free (additive increase, multiplicative decrease: Chiu and Jain,
+1989). The share alone determines the reaction, so the grades come in one order and go in the other:
 
-1. below 1, groups come back just in time, not as early as the room allows: fewer are under way at once;
-2. at `FLOOR`, plans are made for the bandwidth that is left. A planner then recomputes or keeps
-   what no longer hides behind the computation. NVMe is a way out only where drives reach HBM without the bus.
+1. below 1, groups are prefetched just in time, not as early as the room allows: fewer are under way at once;
+2. at `FLOOR`, plans are made for the bandwidth that is left. A planner then recomputes or keeps what no longer hides
+   behind the computation. NVMe is a way out only if drives reach HBM without the bus.
 
-Asking for more to see whether the bus is free would swing to and fro under a constant load. There is no need
-to: each copy that is still made tells how much its lane gives. So the share grows only on a verdict that says
-free; should that prove wrong all the same, the next recovery waits.
+Asking for more to test whether the bus is free would oscillate under a constant load. There is no need to: each copy
+that is still made shows the bandwidth of its lane. So the share grows only when the verdict is free. If that proves
+wrong all the same, the next recovery waits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others", "workers", "unknown"]
 
 FLOOR = 1 / 4  # of the share, at which plans are made anew: a load that is over in a few steps is not worth it
-RISE = 1 / 8  # a step
+INCREASE = 1 / 8  # a step
 COOLING = 3  # steps between two decreases, in which the first can show
 WARY = 20  # free steps that a recovery waits for after one that failed; after the next so many times as many
 WARIEST = 100
@@ -131,7 +130,7 @@ class Backoff:
             return replace(self, cooling=0, calm=calm, patience=self.patience if unproven else 0, unproven=unproven)
         if calm <= self.patience:
             return replace(self, cooling=0, calm=calm)
-        share = min(self.share + RISE, 1.0)
+        share = min(self.share + INCREASE, 1.0)
         return replace(self, share=share, left={}, cooling=0, calm=calm, unproven=PROVEN)
 
     @property

@@ -1,4 +1,4 @@
-"""The devices on which anything is saved: streams, lanes and budget of each, and where all their groups go."""
+"""The devices on which tensors are saved: streams, lanes and budget of each, and the tiers below HBM they share."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from torch_tiers.migrator.telemetry.counters import Counters
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 LAYOUTS = 0.02  # the same of ours: layouts had up to 1.3% of the budget in DRAM, where a step takes twice as long
 MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
-RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
+RECORDINGS = 3  # of the first iterations on a GPU: in each the host is late somewhere
 
 log = logging.getLogger("tiers")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What all threads share that train on one device.
+    """The part of a device that all threads share that train on it.
 
     Attributes
     ----------
     budget : int
-        HBM that the process may take, in bytes.
+        HBM that the process may use, in bytes.
     beside : int
-        Bytes of it that lie beside PyTorch's allocator: what the direct way takes.
+        Bytes of it outside of PyTorch's allocator: staging slots of the direct path.
     holes : int
-        Bytes of the rest that no plan may count on: segments of PyTorch's allocator that were there before, in use in
-        part, as no larger request fits.
+        Bytes of the rest that plans may not count on: segments of PyTorch's allocator that existed before, and are in
+        use in part.
     direct : Direct or None
-        The way to NVMe past host memory.
+        The path to NVMe past host memory.
     links : Links
-        What plans take the lanes to give.
-    told : set of str
+        The assumed bandwidths.
+    warned : set of str
         See `Learner`.
     """
 
@@ -69,16 +69,16 @@ class Device:
     holes: int = 0
     direct: Direct | None = None
     links: Links = PCIE_GEN5
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     @property
     def room(self) -> int:
-        """What of the budget is left for the program, in bytes."""
+        """Return the part of the budget that is left for the program, in bytes."""
         return self.budget - self.beside
 
 
 def _margin(device: torch.device, options: Options) -> float:
-    """The part of the budget that plans leave free."""
+    """Return the part of the budget that plans leave free."""
     if device.type != "cuda":
         return SETTLED  # the room settles within that of the target, on either side: the budget lies above it
     return FRAGMENTS if options.pages() is None else LAYOUTS
@@ -92,12 +92,12 @@ def open_device(
 ) -> Device:
     """Make a device's streams and lanes.
 
-    `memory` is who hands out a GPU's, where it is not PyTorch's allocator.
+    `memory` allocates a GPU's memory, if that is not PyTorch's allocator.
 
     Raises
     ------
     NoLane
-        If the library or the driver that a GPU's need is missing.
+        If the library or the driver that a GPU's lanes need is missing.
     """
     out, back = lanes(device, ("d2h", "h2d"), counters)
     if device.type != "cuda":
@@ -106,7 +106,7 @@ def open_device(
 
 
 def lanes(device: torch.device, names: tuple[str, str], counters: Counters) -> tuple[Lane, Lane]:
-    """Two lanes of a device, for both directions of a link."""
+    """Make two lanes of a device, one for each direction of a link."""
     if device.type != "cuda":
         return HostLane(names[0], counters), HostLane(names[1], counters)
     library = lane.load()
@@ -121,7 +121,7 @@ class _Loan:
 
 
 class Devices:
-    """All devices of a runtime, and what they share below HBM. Thread-safe."""
+    """All devices of a runtime, and the tiers below HBM that they share. Thread-safe."""
 
     def __init__(self, counters: Counters) -> None:
         self.opened: dict[torch.device, Device] = {}
@@ -130,21 +130,21 @@ class Devices:
         self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
         self._short = False  # of room below HBM: what stays may need more than the budget
         self._loans: dict[torch.device, _Loan] = {}  # of HBM beyond the budget, before there are plans
-        self._lending_is_told = False
+        self._warned_of_lending = False
         self._withheld: dict[torch.device, PageAllocator] = {}  # those that have less than their budget
         self._lock = threading.Lock()  # so that each is made once
 
     def make_mover(
         self, device: torch.device, options: Options, tensors: HookTensors, operators: OperatorClock | None = None
     ) -> Mover:
-        """Make one thread's mover for a device, which is opened if it is the first.
+        """Make the mover of one thread for a device; open the device if it is the first.
 
-        With `operators`, those are timed one by one where several ranks take part.
+        With `operators`, operators are timed one by one if several ranks take part.
 
         Raises
         ------
         TiersError
-            If a tier below HBM cannot be set up as it was configured.
+            If a tier below HBM cannot be set up as configured.
         """
         with self._lock:
             if self._backing is None:
@@ -165,8 +165,8 @@ class Devices:
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.room,
-            memory=options.memory(device, target),
-            told=shared.told,
+            plan_cache=options.plan_cache(device, target),
+            warned=shared.warned,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None
         keeps = options.policy == "keep"
@@ -175,9 +175,9 @@ class Devices:
         return Mover(engine, learner, shared.room, tensors, keeps=keeps, spills=options.pages() is not None, lent=lent)
 
     def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
-        """Bytes beyond the budget for the first steps, where a drive would have to take all that they save.
+        """Return bytes beyond the budget for the first steps, if a drive would have to take all that they save.
 
-        That took twenty seconds a step of a GPT, and what is free is nobody's yet.
+        Such steps took twenty seconds for a GPT, while that memory was free.
         """
         if strict or not backing.has_disk or has_room_to_learn(backing.dram_capacity, budget):
             return 0
@@ -185,11 +185,11 @@ class Devices:
             self._loans[device].borrowers += 1
             return self._loans[device].nbytes
         lent = pages.free_beyond(device)
-        if lent and not self._lending_is_told:
-            self._lending_is_told = True
+        if lent and not self._warned_of_lending:
+            self._warned_of_lending = True
             log.warning(
-                "the first steps may take %s of hbm beyond the budget, which is free, as nvme would be slow: until "
-                "there is a plan; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
+                "until there is a plan, steps may use %s of free hbm beyond the budget, as offloading to nvme would be "
+                "slow; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
                 format_size(lent),
             )
         if lent:
@@ -198,7 +198,7 @@ class Devices:
         return lent
 
     def pay_back(self, device: torch.device) -> None:
-        """One more thread needs nothing beyond the budget any longer; with the last one that is taken back."""
+        """Take note that one thread no longer needs the loan beyond the budget; end it with the last thread."""
         with self._lock:
             loan = self._loans.get(device)
             if loan is not None:
@@ -248,7 +248,7 @@ class Devices:
         )
 
     def _lift_limits(self) -> None:
-        """Let PyTorch's allocator go beyond the budgets: what finds no room below them would end training."""
+        """Let PyTorch's allocator exceed the budgets: groups that find no room below HBM would end training."""
         self._short = True
         for device in list(self._limited):
             torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -257,20 +257,20 @@ class Devices:
     def close(self) -> None:
         """Wait for copies and disk requests that are under way; lift the limits that were set.
 
-        Interrupted while it waits for one it goes on with the others.
+        If it is interrupted while it waits for one, it goes on with the others.
         """
         with ExitStack() as ending:  # in reverse order
             if self._backing is not None:
                 ending.callback(self._backing.close)
             ending.callback(self._lift_limits)
-            ending.callback(self._give_back_pages)
+            ending.callback(self._restore_page_limits)
             for shared in self.opened.values():
                 for each in (shared.compute, shared.back, shared.out, shared.direct):
                     if each is not None:
                         ending.callback(each.close)
 
-    def _give_back_pages(self) -> None:
-        """The allocator lasts longer than the session."""
+    def _restore_page_limits(self) -> None:
+        """Restore the page allocator's limits: it outlives the session."""
         for device, loan in self._loans.items():
             loan.pages.lend(device, 0)
         for device, pages in self._withheld.items():
@@ -280,21 +280,21 @@ class Devices:
 
 
 def holes(device: torch.device) -> int:
-    """What PyTorch's allocator reserves on a GPU and cannot give back, for blocks that are in use here and there.
+    """Return the bytes that PyTorch's allocator reserves on a GPU and cannot free, as blocks here and there are in use.
 
-    Next to nothing, but where segments of fixed size are there already: a session that opens in the middle of a run.
+    These are next to none unless segments of fixed size exist already: a session that opens in the middle of a run.
     """
     if torch.cuda.is_current_stream_capturing():
-        return 0  # nothing may be given back now
+        return 0  # nothing may be freed now
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def has_tiers(device: torch.device) -> bool:
-    """Whether tensors on `device` move: those of GPUs, or of the host where there is no GPU."""
+    """Return whether tensors on `device` move: those of GPUs, or of the host if there is no GPU."""
     return device.type == "cuda" or (device.type == "cpu" and not torch.cuda.is_available())
 
 
 def name_of(device: torch.device) -> str:
-    """What reports call it."""
+    """Return the name of a device for reports."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

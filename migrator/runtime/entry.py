@@ -207,7 +207,7 @@ def _keep_dynamo_out() -> None:
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
-    by_the_shortcut = (Mover.take, Mover.give_back, Saver.drop, Saver.note, Replay.run, *of_engines)
+    by_the_shortcut = (Mover.take, Mover.restore, Saver.drop, Saver.note, Replay.run, *of_engines)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)
     entries = (_enter, _leave, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):

@@ -1,4 +1,4 @@
-"""The models that train, and whether the budget holds what of them lives as long as the program."""
+"""The models that train, and whether the budget holds their weights."""
 
 from __future__ import annotations
 

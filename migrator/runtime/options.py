@@ -1,4 +1,4 @@
-"""What the runtime is told: plain values, and what it asks the floor above for."""
+"""The options of the runtime: plain values, and factories for what the layer above provides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.controller.remembered import Memory
+from torch_tiers.migrator.controller.cached_plans import PlanCache
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import DirectWay
@@ -23,12 +23,13 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 class Advisor(Protocol):
-    """Who tells the runtime how much of the links it may use."""
+    """Decides how much of the links the runtime may use."""
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
-        """Take in the copies that are over; what to do from now on.
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+        """Take in the copies that are over; return how the runtime is to react.
 
-        Called on the training thread at every end of a period, so it must return at once, and must not raise.
+        This is called on the training thread at every end of an iteration, so it must return at once, and must not
+        raise.
 
         Parameters
         ----------
@@ -39,40 +40,40 @@ class Advisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the runtime is told.
+    """The options of the runtime.
 
     Attributes
     ----------
     policy : str
         A name of `migrator.policies.POLICIES`.
     hbm : callable
-        The HBM budget of a device, in bytes.
+        Returns the HBM budget of a device, in bytes.
     enforce : bool
-        Have PyTorch's allocator refuse what exceeds the budget.
+        Whether PyTorch's allocator refuses what exceeds the budget.
     backing : callable
-        Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
+        Makes the backing when the first tensor is about to move; receives whether a GPU copies to and from it.
     tensors : callable
-        The C++ part of the hooks; called when the first thread trains.
+        Loads the C++ part of the hooks; called when the first thread trains.
     strict : bool
-        Whether not even the first steps take more HBM than the budget, though more is free.
+        Whether not even the first steps use more HBM than the budget, though more is free.
     direct : callable
-        Tells of a device's way to NVMe past host memory, if there is one; called after `backing`.
+        Returns a device's path to NVMe past host memory, if there is one; called after `backing`.
     refuse : callable, optional
-        Ends the program when the budget is too small, where an exception is not what its user should see.
+        Ends the program when the budget is too small, if its user should not see an exception.
     pages : callable, optional
-        The allocator to tell where periods end, once it is under PyTorch.
+        Returns the page allocator, which is to know where iterations end, once it is under PyTorch.
     links : Links
-        What plans take the lanes to give.
+        The assumed bandwidths.
     advisor : Advisor, optional
-        Asked at the end of every period; without one the links are used in full.
+        Asked at the end of every iteration; without one the links are used in full.
     recorder : callable
-        The recorder of operators, if it can be had; called when the first thread trains.
-    memory : callable
-        What earlier runs learned of programs on a device, for a target in bytes; None: nothing is kept.
+        Returns the recorder of operators, if there is one; called when the first thread trains.
+    plan_cache : callable
+        Returns the plan cache of a device, for a target in bytes; None: nothing is cached.
     armed : callable
         Called in each thread when it begins to train.
     timeline : Timeline, optional
-        Is told what happens when.
+        Receives events with their times.
     """
 
     policy: str
@@ -87,6 +88,6 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     recorder: Callable[[], Recorder | None] = lambda: None
-    memory: Callable[[torch.device, int], Memory | None] = lambda device, target: None
+    plan_cache: Callable[[torch.device, int], PlanCache | None] = lambda device, target: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None

@@ -1,9 +1,9 @@
-"""The runtime: switches the hooks on, and knows when periods and steps end.
+"""The runtime: switches the hooks on, and detects when iterations and steps end.
 
-It arms late. Installing only stands before the calls of modules and registers optimizer hooks; the first forward
-that could train switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
-device's engine. So DataLoader workers, compile workers and launchers, which import PyTorch under the same
-environment, never start anything, and no CUDA context is made before the program makes it.
+It starts late. Installing it only wraps the calls of modules and registers optimizer hooks. The first forward that
+could train switches the saved-tensor hooks on, for its thread. The first tensor saved on a device makes that device's
+engine. So DataLoader workers, compile workers and launchers, which import PyTorch under the same environment, never
+start anything, and no CUDA context is made before the program makes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.controller.made import Made
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.program import weights
@@ -32,7 +32,7 @@ from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
-from torch_tiers.migrator.runtime.host_time import HostTime
+from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.steps import StepTimes
@@ -47,7 +47,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 log = logging.getLogger("tiers")
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
-UNHEARD = 16  # steps of all optimizers together, after which a period should have ended
+UNHEARD = 16  # steps of all optimizers together, after which an iteration should have ended
 
 
 class _Thread(threading.local):
@@ -55,7 +55,7 @@ class _Thread(threading.local):
 
 
 class Runtime:
-    """Moves the saved tensors of every thread that trains, from `install` to `close`."""
+    """Offloads or recomputes the saved tensors of every thread that trains, from `install` to `close`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -66,7 +66,7 @@ class Runtime:
         self._recorder: Recorder | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
-        self._time = HostTime()
+        self._time = HostTimer()
         self._unmanaged = 0
         self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
@@ -102,7 +102,7 @@ class Runtime:
         self._allowance.close()
         entry.uninstall()
         if self._thread.saver is not None:
-            self._thread.saver.end_period()
+            self._thread.saver.end_iteration()
         for saver in self._all_savers():
             for mover in saver.armed_movers:
                 mover.learner.finish()
@@ -111,11 +111,11 @@ class Runtime:
         self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
-        """From now on ask this one at every end of a period."""
+        """Ask this advisor at every end of an iteration from now on."""
         self._advice.advisor = advisor
 
     def forked(self) -> None:
-        """In the child of a fork: the engine's threads, streams and files belong to the parent."""
+        """Give up in a forked child process: the engine's threads, streams and files belong to the parent."""
         self.armed = False
         self._allowance.close()
         if self._thread.saver is not None:
@@ -124,11 +124,11 @@ class Runtime:
             self._thread.saver = None
 
     def saver(self) -> Saver | None:
-        """The hooks of this thread, if they are on."""
+        """Return the hooks of this thread, if they are on."""
         return self._thread.saver
 
     def enter(self, module: nn.Module) -> bool:
-        """A forward begins in this thread; whether `leave` is to be called when it ends."""
+        """Take note that a forward begins in this thread; return whether `leave` is to be called when it ends."""
         # A model has hundreds of modules, and the device may be waiting for the host: within a forward, as most are
         # called, no function is called that could be spared.
         began, saver = time.perf_counter(), self._thread.saver
@@ -143,7 +143,7 @@ class Runtime:
         if saver is None:
             return False
         if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
-            self._period_begins(saver)
+            self._iteration_begins(saver)
             # One has begun, so this is its first module, and no other has called it.
             if saver.resting and not self._optimizers.period_due:
                 self._look_at(module)
@@ -153,7 +153,7 @@ class Runtime:
         return True
 
     def leave(self) -> None:
-        """A forward ends in this thread, also when it raised."""
+        """Take note that a forward ends in this thread, also when it raised."""
         began, saver = time.perf_counter(), self._thread.saver
         if saver is not None and not saver.resting:
             saver.leave()
@@ -179,7 +179,7 @@ class Runtime:
                 except TiersError as error:
                     self._refuse(error)
                 self._recorder = self.options.recorder()
-        called = self._make_mover, self._root_begins, self._period_over
+        called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         saver.push()
         self._thread.saver = saver
@@ -203,14 +203,14 @@ class Runtime:
         self._recount_static()
         return mover
 
-    def _period_begins(self, saver: Saver) -> None:
+    def _iteration_begins(self, saver: Saver) -> None:
         """The allocator's period begins, if one is due. The device has nothing to do meanwhile: this is to be short."""
         if not self._optimizers.period_due or not torch.is_grad_enabled() or saver.capturing():
             return
         # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
         # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
         self._optimizers.period_due = False
-        # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
+        # Else others are in the middle of their iterations; or this one's is not over: it stepped in backward.
         # And while hooks rest nobody asks for a peak.
         if not saver.resting and self._is_alone and not saver.place.in_backward:
             for mover in saver.armed_movers:
@@ -221,13 +221,13 @@ class Runtime:
         if not self._steps.count:
             pages.begin()
             return
-        with nullcontext() if saver.resting else saver.aside():
+        with nullcontext() if saver.resting else saver.untracked():
             pages.period_over(alone=self._is_alone)
         if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.armed_movers):
             self._wake(saver)
 
     def _wake(self, saver: Saver) -> None:
-        """HBM is full while hooks rest: look at what is saved again."""
+        """Switch resting hooks on, as HBM is full."""
         self._learned = self.learned
         self._advice.forget()
         if saver.wake():
@@ -237,14 +237,14 @@ class Runtime:
                     mover.engine.compute.pass_by(counts=False)
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
-        self._period_begins(saver)
+        self._iteration_begins(saver)
         self._look_at(root)
         if self._tensors is not None and not saver.capturing():
             idle = all(mover.engine.compute.idle() for mover in saver.armed_movers)
-            self._time.period_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
+            self._time.iteration_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
-        """See whether the budget holds the weights of the models so far, and this one's."""
+        """Check whether the budget holds the weights of all models so far, and of this one."""
         if not self._models.add(model):
             return
         self._recount_static()
@@ -254,14 +254,14 @@ class Runtime:
             self._refuse(error)
 
     def _refuse(self, error: TiersError) -> NoReturn:
-        """End the program before it trains: what was configured cannot be had."""
+        """End the program before it trains, as its configuration cannot be met."""
         if self.options.refuse is not None:
             self.options.refuse(error)
         raise error
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one thread trains: others would be in the middle of their periods when this one's ends."""
+        """Return whether one thread trains; else others may be within their iterations when this one's ends."""
         return len(self._savers) == 1
 
     def _all_savers(self) -> list[Saver]:
@@ -269,19 +269,21 @@ class Runtime:
             return list(self._savers)
 
     def _recount_static(self) -> None:
-        """Without a GPU nobody else counts what lives as long as the program."""
+        """Count what lives as long as the program. Without a GPU no allocator does."""
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
                 compute.static = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
 
-    # -------------------------------------------------------------------------- periods and steps
+    # -------------------------------------------------------------------------- iterations and steps
 
-    def _period_over(self, saver: Saver) -> None:
-        self._counters.periods += 1
+    def _iteration_over(self, saver: Saver) -> None:
+        self._counters.iterations += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
-        advice = self._advice.period_over(saver.armed_movers)
+        advice = self._advice.iteration_over(saver.armed_movers)
         changed = False
-        host = None if self._tensors is None else self._time.period_over(self._tensors.spent(), self._counters.blocked)
+        host = (
+            None if self._tensors is None else self._time.iteration_over(self._tensors.spent(), self._counters.blocked)
+        )
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
@@ -292,8 +294,8 @@ class Runtime:
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
-                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow, host=host)
-                changed |= advice is not None and mover.heed(*advice)
+                changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
+                changed |= advice is not None and mover.apply_advice(*advice)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
@@ -315,7 +317,7 @@ class Runtime:
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
         now = self._optimizers.period_due and self._is_alone and not self.closed and not saver.capturing()
-        with saver.aside():  # no part of the next period, whose recorder there may be already
+        with saver.untracked():  # no part of the next iteration, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
@@ -326,14 +328,14 @@ class Runtime:
         for mover in saver.armed_movers:
             for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
                 device = str(mover.engine.compute.device)
-                self._happened(f"plan by {plan.policy}", device=device, plan=str(Made(plan, predicted)))
+                self._happened(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
 
     def _happened(self, what: str, **more: object) -> None:
         if self._counters.timeline is not None:
             self._counters.timeline.happened(what, **more)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step."""
+        """Take note that an optimizer begins a step."""
         self._time.timed(self._set_state, optimizer, True)
 
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
@@ -342,14 +344,14 @@ class Runtime:
             pages.state(on)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has made a step."""
+        """Take note that an optimizer has made a step."""
         self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
         self._rounds += leads
-        if leads and self._rounds == UNHEARD and not self._counters.periods and self._devices.opened:
+        if leads and self._rounds == UNHEARD and not self._counters.iterations and self._devices.opened:
             log.warning(
-                "%d steps were made, and no period has ended: nothing is planned. So it is where forwards run in a new "
-                "thread each time, or all under checkpoints of the program's own",
+                "%d steps were made, and no iteration has ended: nothing is planned. This happens if forwards run in "
+                "a new thread each time, or all under checkpoints of the program's own",
                 UNHEARD,
             )
         self._steps.step(now := time.perf_counter())
@@ -364,8 +366,8 @@ class Runtime:
         if saver is not None and saver.resting:
             saver.place.in_backward = False
             if leads:
-                self._counters.periods += 1
-                self._advice.period_passed()
+                self._counters.iterations += 1
+                self._advice.iteration_passed()
                 if self._is_alone:  # others ask for themselves what has flushed
                     for mover in saver.armed_movers:
                         mover.engine.compute.pressed()  # which counts it
@@ -375,9 +377,9 @@ class Runtime:
             pages.step_over()
 
     def _stepped(self, saver: Saver, *, leads: bool) -> None:
-        """An optimizer has made a step, whose thread's hooks are on."""
+        """End the iteration at an optimizer's step, in a thread whose hooks are on."""
         saver.leave_all()
-        saver.end_period(stepped=leads)
+        saver.end_iteration(stepped=leads)
         if self._optimizers.period_due and self._is_alone:
             for mover in saver.armed_movers:
                 mover.engine.compute.pass_by(counts=True)
@@ -391,20 +393,20 @@ class Runtime:
 
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
-        """The last trace and plan there are."""
+        """Return the last trace and plan."""
         learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
         last = next((learner for learner in reversed(learners) if learner.plans), None)
         return self._learned if last is None else (replace(last.traces[-1], varies=last.varies), last.plans[-1])
 
     def numbers(self) -> dict[str, Any]:
-        """What happened so far, as `stats.json` has it; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
+        """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
         counters, devices = self._counters, self._devices.opened.values()
         return {
             "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
             "beside_hbm": max((shared.beside for shared in devices), default=0),
-            "periods": counters.periods,
+            "periods": counters.iterations,
             "steps": self._steps.count,
             "moved": dict(counters.moved),
             "groups": counters.groups,

@@ -1,4 +1,4 @@
-"""How long steps take, by the host's clock."""
+"""Step times, by the host's clock."""
 
 from __future__ import annotations
 

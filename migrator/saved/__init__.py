@@ -1,1 +1,1 @@
-"""Where PyTorch hands over what it saves for backward, and asks for it again."""
+"""PyTorch's saved-tensor hooks, and what they do with each saved tensor."""

@@ -1,4 +1,4 @@
-"""What a plan says of a site, and what the graph holds of a tensor that goes; both know whose it is."""
+"""The actions of a plan at single sites (keep, move, recompute), and what the graph holds for a moved tensor."""
 
 from __future__ import annotations
 
@@ -25,40 +25,48 @@ Find: TypeAlias = Callable[[Verified, Tensor], "tuple[Replay, int] | None"]
 
 
 class Owner(Protocol):
-    """Who takes charge of saved tensors of one thread and device, and gives them back."""
+    """Handles the saved tensors of one thread and device; see `migrator.saved.mover.Mover`."""
 
     engine: Engine
     recorder: Recorder | None
     storages: Storages
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
-        """Take charge of a saved tensor."""
+        """Put a saved tensor into a group."""
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
-        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+        """Drop a saved tensor that is recomputed later; put it into a group if the recomputation no longer holds."""
 
-    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
-        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it."""
+    def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """Return the tensor that was taken, bit for bit, in HBM; with `count` this is a use by backward."""
 
     def glimpse(self, moved: Moved) -> Tensor:
-        """The same tensor for somebody who only looks."""
+        """Return the same tensor without bringing its group back for good."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Stay; with the bytes that enter and leave HBM by it. If it is `quiet`, nobody has to be told of it."""
+    """Keep the tensor in HBM.
+
+    Attributes
+    ----------
+    enter, leave : int
+        Bytes that enter HBM when the tensor is saved, and leave it after its last use.
+    bypass : bool
+        Whether the hooks need not be called for it.
+    """
 
     mover: Owner
     enter: int
     leave: int
     pace: Pace | None = None
-    quiet: bool = False
+    bypass: bool = False
     stays: ClassVar[Literal[True]] = True
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Go, with this group."""
+    """Move the tensor with this group."""
 
     mover: Owner
     group: PageGroup
@@ -68,7 +76,7 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop what is saved at the site `key`, and make it again."""
+    """Drop the tensor saved at the site `key`, and recompute it in backward."""
 
     mover: Owner
     key: str
@@ -81,24 +89,24 @@ Action: TypeAlias = Stay | Go | Recompute
 
 
 class Moved(Protocol):
-    """What the graph holds in place of a saved tensor that moves. There may be weak references to it.
+    """The object that the graph holds in place of a moved tensor. It supports weak references.
 
     Attributes
     ----------
     mover : Owner
-        Who took it.
+        The mover that took it.
     saved : Saved
-        The memory it is on.
+        The memory that the tensor lies on.
     go : Go or None
-        What the plan says of the site.
+        The plan's action for the site.
     record : Record or None
-        If the period is recorded.
+        Its record, if the iteration is recorded.
     was_used : bool
         Whether backward has asked for it.
     counter : Tensor
-        Without memory. It shares the saved tensor's version counter: tensors that `saved` stands for may have several.
+        Shares the tensor's version counter and has no memory. Tensors on one `saved` may have different counters.
     version : int
-        What the counter said when it was saved.
+        The counter's value when the tensor was saved.
     dtype, size
         The saved tensor's.
     """
@@ -123,7 +131,7 @@ class Moved(Protocol):
     def size(self) -> torch.Size: ...  # noqa: D102
 
     def changed(self) -> bool:
-        """Whether what was saved has been changed in place since."""
+        """Return whether the tensor has been changed in place since it was saved."""
 
     def view(self, buffer: Tensor | None) -> Tensor:
-        """The tensor, on the buffer of its group or, without one, on the program's own memory."""
+        """Return the tensor as a view of its group's buffer; without a buffer, of the program's own memory."""

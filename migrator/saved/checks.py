@@ -1,9 +1,9 @@
-"""Sees now and then whether a tensor that is dropped would still be made again bit for bit.
+"""Checks from time to time that dropped tensors are still recomputed bit for bit.
 
-A replay is believed once it was tried. What it was tried with may change later: a library may choose another kernel.
-So one dropped tensor after the other is made again right when it is dropped, while the original is there, and compared
-with that. A site where the two differ is not dropped any more. One that is made from more than `CHAIN` others that are
-dropped is never looked at.
+A recomputation is used once a trial has succeeded. Later it may give other bits: a library may choose another kernel.
+So one dropped tensor after the other is recomputed right when it is dropped, and compared with the original. A site
+where they differ is no longer dropped. A tensor that is recomputed from more than `CHAIN` other dropped ones is never
+checked.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger("tiers")
 
 PART = 0.003  # of the program's time, on average
 ROOM = 0.9  # of the budget in use: with more, nothing is made that the program does not ask for
-PATIENCE = 16  # periods for which a site is waited for: periods differ
+PATIENCE = 16  # iterations for which a site is waited for: iterations differ
 CHAIN = 16  # others that are dropped, too, and are to be made for one that is looked at: at most
 
 
 class _Check(NamedTuple):
-    """One that the device is at: the site, what makes it, and whether it is the same, once `end` is over."""
+    """A check that the device works on: its site, its operators, and the result, which is valid after `end`."""
 
     key: str
     operators: str
@@ -57,7 +57,7 @@ class Checks:
     Attributes
     ----------
     on : bool
-        Whether any is to be made: none in a period that is measured.
+        Whether any is to be made: none in an iteration that is measured.
     differing : set of str
         Sites at which something else was made than was dropped, for good.
     """
@@ -69,32 +69,37 @@ class Checks:
         self._budget = budget
         self._times: dict[str, int] = {}  # how often each site was looked at
         self._next: str | None = None  # the site whose turn it is
-        self._waited = 0  # periods, for that
+        self._waited = 0  # iterations, for that
         self._may_take = 0.0  # seconds
         self._since = time.perf_counter()
         self._pending: _Check | None = None
-        self._used_memory = False  # in this period
+        self._used_memory = False  # in this iteration
         self._news = False
 
     def look(self, key: str, original: Tensor, made: Recomputed, look: Callable[[], Peek]) -> None:
-        """A site's tensor is dropped, and still there: make it again, if it is this one's turn.
+        """Recompute a site's tensor while the original is there, if it is this site's turn.
 
-        `look` is a factory of `Look`: what it is made from is had as if nobody had asked.
+        `look` makes a `Look`, which returns the inputs without side effects.
         """
         if not self.on:
             return
         times = self._times.setdefault(key, 0)
         if (self._next is not None and key != self._next) or self._may_take < 0 or self._pending is not None:
             return
-        self._times[key], self._next = times + 1, ""  # no other in this period
+        self._times[key], self._next = times + 1, ""  # no other in this iteration
         chain = made.sources(CHAIN)
         needed = 2 * (made.nbytes + sum(each.nbytes for each in chain or ()))
         if chain is None or (self._budget and self._compute.allocated() + needed > ROOM * self._budget):
             return
         began, self._used_memory = time.perf_counter(), True
         # There may be no memory for it, or no room to bring an input back: the program did not ask for this. What was
-        # asked for is given back before it counts as the program's again.
-        with self._compute.aside(), made.replay.aside(), suppress(RuntimeError, TiersError), _disable_current_modes():
+        # allocated is freed before it counts as the program's again.
+        with (
+            self._compute.untracked(),
+            made.replay.untracked(),
+            suppress(RuntimeError, TiersError),
+            _disable_current_modes(),
+        ):
             try:
                 self._compare(key, original, made.replay, made.index, look())
             except Differs:
@@ -111,8 +116,8 @@ class Checks:
         end = self._compute.mark(self._compute.stream())
         self._pending = _Check(key, operators_of(replay.names[index]), is_same, begin, end)
 
-    def period_over(self) -> bool:
-        """The next period may take its share of time; whether a site turned out to differ. No check is waited for."""
+    def iteration_over(self) -> bool:
+        """Grant the next iteration its share of time; return whether a site turned out to differ. Wait for no check."""
         now = time.perf_counter()
         self._may_take = min(0.0, self._may_take) + PART * (now - self._since)
         self._since = now
@@ -145,8 +150,8 @@ class Checks:
         self._news = True
         self.differing.add(key)
         log.warning(
-            "what %s saves is not made again bit for bit any more, by %s: from now on it moves. Gradients since it was "
-            "tried may differ from plain PyTorch's in their last bits",
+            "the tensor saved by %s is no longer recomputed bit for bit by %s: from now on it is offloaded. Gradients "
+            "since its trial may differ from plain PyTorch's in their last bits",
             key,
             operators,
         )

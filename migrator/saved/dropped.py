@@ -1,8 +1,8 @@
-"""Saved tensors that are dropped, and recomputed when backward asks for them.
+"""Saved tensors that are dropped in forward, and recomputed when backward asks for them.
 
-The graph holds a `Dropped` in place of such a tensor. It refers to a `Recomputed`, shared by the tensors on one
-storage, and that to the packed inputs of a replay: those that moved are fetched first, those that were dropped are
-recomputed first. So what is needed to recompute a tensor lives as long as the tensor is part of the graph, whatever
+The graph holds a `Dropped` in place of such a tensor. A `Dropped` refers to a `Recomputed`, which the tensors on one
+storage share, and that to the packed inputs of a replay. Inputs that moved are fetched first, inputs that were dropped
+are recomputed first. So the inputs of a recomputation live as long as the tensor is part of the graph, whatever
 backward has released meanwhile.
 """
 
@@ -29,7 +29,7 @@ class _Owner(Protocol):
 
 
 class Planned(Protocol):
-    """What a plan says of the site at which something was dropped."""
+    """The plan's action at the site of a dropped tensor."""
 
     @property
     def mover(self) -> _Owner: ...  # noqa: D102
@@ -38,7 +38,7 @@ class Planned(Protocol):
 
 
 class Recomputed:
-    """The memory of dropped tensors that share a storage, while it is there."""
+    """The storage of dropped tensors, which it holds from the recomputation until their last use."""
 
     __slots__ = ("__weakref__", "counter", "engine", "index", "nbytes", "replay", "tensor", "unused", "version")
 
@@ -55,21 +55,24 @@ class Recomputed:
 
     @property
     def over(self) -> bool:
-        """Whether all on it have been used: who asks again (retain_graph) has it made anew, and nobody keeps it."""
+        """Return whether all tensors on it were used.
+
+        If one is asked for again (retain_graph), it is recomputed and not kept.
+        """
         return self.tensor is None and not self.unused
 
     def obtain(self, peek: Peek) -> Tensor:
-        """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
+        """Return all of the storage as one tensor; recompute it if need be, and keep it until its last use."""
         if self.tensor is None and any(type(packed) is Dropped for packed in self.replay.inputs):
             for made in reversed(self.sources() or ()):
                 made._obtain(peek)
         return self._obtain(peek)
 
     def sources(self, most: int | None = None) -> list[Recomputed] | None:
-        """What it is made from that is not there and will be kept, and what that is made from.
+        """Return the dropped storages that this one is recomputed from, directly or not, and that are to be kept.
 
-        None if that is more than `most`. One after the other: a chain of hundreds, as of a recurrent network, exceeds
-        how deep Python's calls may go.
+        Returns None if there are more than `most`. The search is a loop: a chain of hundreds, as of a recurrent
+        network, exceeds Python's recursion limit.
         """
         found = {self: None}
         for made in (order := [self]):
@@ -100,11 +103,11 @@ class Recomputed:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether backward will ask for it, and it is not there."""
+        """Return whether backward will ask for it and it has not been recomputed."""
         return self.tensor is None and self.unused > 0 and self.counter._version == self.version
 
     def take(self, made: Tensor) -> Tensor:
-        """All of it was made; kept, if backward asks for it."""
+        """Take in the recomputed storage; keep it if backward asks for it."""
         tensor = self.counter.detach()  # a change in place is noticed there
         tensor.data = made
         if not self.over:
@@ -113,7 +116,7 @@ class Recomputed:
         return tensor
 
     def used(self) -> None:
-        """One more of the tensors on it was asked for, for the first time."""
+        """Take note that one more of the tensors on it was asked for, for the first time."""
         self.unused -= 1
         if not self.unused and self.tensor is not None:
             self.tensor = None
@@ -121,7 +124,7 @@ class Recomputed:
 
 
 class Dropped:
-    """What the graph holds in place of a saved tensor that is recomputed."""
+    """The object that the graph holds in place of a dropped tensor."""
 
     __slots__ = ("__weakref__", "dtype", "first", "go", "made", "record", "size", "stride", "was_used")
 
@@ -137,11 +140,11 @@ class Dropped:
         self.was_used = False
 
     def changed(self) -> bool:
-        """Whether what was saved has been changed in place since."""
+        """Return whether the tensor has been changed in place since it was saved."""
         return self.made.counter._version != self.made.version
 
     def view(self, peek: Peek, *, count: bool) -> Tensor:
-        """The tensor, bit for bit; with `count` it has been asked for."""
+        """Return the tensor, bit for bit; with `count` this is a use by backward."""
         made = self.made
         tensor = made.obtain(peek)
         if count and not self.was_used:
@@ -150,7 +153,7 @@ class Dropped:
         return self._of(tensor)
 
     def look(self, peek: Peek, there: dict[Recomputed, Tensor]) -> Tensor:
-        """The tensor, bit for bit, recomputed where it is neither in use nor `there`, and then put there."""
+        """Return the tensor, bit for bit; recompute it into `there` if it is neither in use nor there."""
         made = self.made
         tensor = there.get(made) if made.tensor is None else made.tensor
         if tensor is None:
@@ -158,7 +161,7 @@ class Dropped:
         return self._of(tensor)
 
     def _of(self, tensor: Tensor) -> Tensor:
-        """Its part of what all of its storage is."""
+        """Return this tensor as a view of its whole storage."""
         made = self.made
         if (
             tensor.stride() == self.stride

@@ -1,4 +1,4 @@
-"""What the hooks hold between forward and backward, and Python's garbage collector.
+"""Raises the threshold of Python's garbage collector by the objects that the hooks hold.
 
 Each saved tensor takes some Python objects, thousands in a step. None of them is ever garbage of the collector's kind:
 they die by reference count, with the graph. But it runs when enough objects are alive, and looks at all that are young:

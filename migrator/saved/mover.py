@@ -1,6 +1,6 @@
-"""One device's share of a thread's program: gathers what a period saves into groups, and gives it back.
+"""Executes the plans of one device for one thread: collects saved tensors into groups, and restores them for backward.
 
-Stands between the hooks, which see one tensor at a time, and the engine, which sees groups.
+The mover stands between the hooks, which see single tensors, and the engine, which offloads and prefetches groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.recordings import CONSIDERABLE
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import HostLap
+from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import EVERY, Engine
 from torch_tiers.migrator.offload.filling import Filling
@@ -33,13 +33,13 @@ from torch_tiers.migrator.saved.packed import Look
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.streams import Stream
 
-CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
+CLOSELY = 16  # iterations under new plans in which waits are timed, or until these settle: that corrects the plans
 SAMPLED = 7
-"""Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
+"""Iterations, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
 
 
 class _Whole(NamedTuple):
-    """All of a storage, as it was at one version of its tensor, and how that is made again."""
+    """A dropped storage at one version of its tensor, and its recomputation."""
 
     base: weakref.ref[Tensor]
     version: int
@@ -47,22 +47,24 @@ class _Whole(NamedTuple):
 
 
 class Mover:
-    """Carries the plans for one device out.
+    """Executes the plans for the saved tensors of one thread on one device.
 
     Parameters
     ----------
     engine : Engine
-        The device's engine.
+        Offloads and prefetches groups.
     learner : Learner
-        Decides what is recorded and planned.
+        Decides which iterations are recorded, and orders plans.
     budget : int
         HBM budget, in bytes.
+    tensors : HookTensors
+        The C++ part of the hooks.
     keeps : bool
-        The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
+        Whether the policy keeps every tensor. Then nothing is offloaded or tried before there is a plan, either.
     spills : bool
-        The allocator goes on in DRAM where HBM is full, so that the program survives what nobody has foreseen.
+        Whether the allocator continues in DRAM if HBM is full, so that the program survives what no plan expects.
     lent : int
-        Bytes of HBM beyond the budget that the program may take before there is a plan.
+        Bytes of HBM beyond the budget that the program may use before there is a plan.
     """
 
     def __init__(
@@ -99,16 +101,16 @@ class Mover:
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
-        self._taken = 0  # storages, in this period
+        self._taken = 0  # storages, in this iteration
         self._dropped: dict[int, _Whole] = {}  # what was dropped last of each storage
         self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
-        self._unchanged = 0  # periods under the plans that there are
-        self._fitting = 0  # periods, one after the other, that HBM had room for
+        self._unchanged = 0  # iterations under the plans that there are
+        self._fitting = 0  # iterations, one after the other, that HBM had room for
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
 
     def pays_back(self) -> bool:
-        """Whether what was lent beyond the budget is needed no longer, since this was last asked."""
+        """Return whether the loan beyond the budget has become unnecessary since the last call."""
         if self.filling.patient or not self._lent:
             return False
         self._lent = 0
@@ -116,7 +118,7 @@ class Mover:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
+        """Return whether the hooks have nothing to do with saved tensors: ever, or until HBM is full."""
         if self.recorder is not None or not self.learner.complete:
             return False
         if self._keeps:
@@ -126,7 +128,7 @@ class Mover:
         return fits and all(plan.keeps_everything for plan in self.learner.plans)
 
     def wake(self) -> bool:
-        """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
+        """Start to record again, as HBM is full; return False if the policy keeps everything anyway."""
         if self._keeps:
             return False
         with self.engine.lock:
@@ -156,25 +158,25 @@ class Mover:
     # -------------------------------------------------------------------------------------- out
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
-        """Take charge of a saved tensor.
+        """Put a saved tensor into a group.
 
-        What the plan has leave HBM stays there if no tier has room.
+        A group that the plan offloads stays in HBM if no tier has room for it.
         """
         engine = self.engine
         with engine.lock:
             if self.filling.waits:
-                self.filling.send_waiting()
+                self.filling.offload_waiting()
             known = self.storages.find(tensor)
             recorder = self.recorder
             record = None if recorder is None else recorder.save(key, known, kind)
-            # A group takes members of one stream only: its copy waits for that one, and that one lets go of
+            # A group takes members of one stream only: its copy waits for that one, and that one releases
             # their memory.
             stream = engine.compute.stream()
             filling = None if go is None else self.filling.planned(go.group, stream)
             saved, fresh = known.saved, 0
             if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
                 for waiting in tuple(self._held_back):
-                    self._send_unforeseen(waiting)
+                    self._offload_unforeseen(waiting)
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
@@ -193,38 +195,38 @@ class Mover:
                     # Others may come right after, which share what has not left: it goes once another storage comes.
                     self._held_back.add(stream)
                 else:
-                    self._send_unforeseen(stream)
+                    self._offload_unforeseen(stream)
         return moved
 
-    def _send_unforeseen(self, stream: Stream) -> None:
-        """Send what no plan has foreseen, unless there may be room for it."""
+    def _offload_unforeseen(self, stream: Stream) -> None:
+        """Offload tensors that no plan expects, unless HBM may have room for them."""
         self._held_back.discard(stream)
         if self.filling.loose and not self._keeps:
             if self.filling.patient and self.engine.resident > self.filling.room:
                 self._expect_too_much()
-            self.filling.send_loose(stream)
+            self.filling.offload_loose(stream)
 
     # ------------------------------------------------------------------------------------- back
 
     def pass_by(self) -> None:
-        """A training forward begins: what was in use since the last optimizer's step is no part of its period."""
+        """Exclude what was in use since the last optimizer step from the peak of the iteration that begins."""
         self.engine.compute.pass_by(counts=False)
         if self.recorder is not None:
             self.recorder.resume()
 
     def begin_backward(self) -> None:
-        """The first tensor of the period is asked for."""
+        """Take note that backward asks for the first tensor of the iteration, and start to prefetch."""
         if self.recorder is not None:
             self.recorder.turn()
             grown = self.engine.compute.allocated() - self._allocated_before
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
         if self.filling.waits:
             with self.engine.lock:
-                self.filling.send_waiting(over=True)
+                self.filling.offload_waiting(over=True)
         self.engine.begin_backward()
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
-        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+        """Drop a saved tensor that is recomputed later; put it into a group if the recomputation no longer holds."""
         if make.key in self.checks.differing:
             return self.take(tensor, make.key, None, kind)
         fresh = None
@@ -252,13 +254,18 @@ class Mover:
                 return self.take(tensor, make.key, None, kind)
         return dropped
 
-    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
-        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
+    def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """Return the tensor that was taken, bit for bit, in HBM.
+
+        Parameters
+        ----------
+        count : bool
+            Whether this is a use by backward.
 
         Raises
         ------
         StoreError
-            If the disk does not give back what was written.
+            If the disk does not return what was written.
         """
         saved, engine = moved.saved, self.engine
         with engine.lock:
@@ -273,28 +280,30 @@ class Mover:
         return tensor
 
     def glimpse(self, moved: Moved) -> Tensor:
-        """The same tensor for somebody who only looks, see `Engine.glimpse`."""
+        """Return the same tensor without bringing its group back for good; see `Engine.glimpse`."""
         with self.engine.lock:
             return moved.view(self.engine.glimpse(moved.saved))
 
-    # ---------------------------------------------------------------------------------- periods
+    # ---------------------------------------------------------------------------------- iterations
 
-    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostLap | None = None) -> bool:
-        """The period is over; whether there are new plans.
+    def end_iteration(
+        self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostTime | None = None
+    ) -> bool:
+        """End the iteration; return whether there are new plans.
 
         Parameters
         ----------
         whole : bool
-            See `Learner.period_over`.
+            See `Learner.iteration_over`.
         alone : bool
-            Whether no other thread trains on this device, so that periods do not overlap.
+            Whether no other thread trains on this device, so that iterations do not overlap.
         overflow : int
             Bytes for which the allocator had no room in HBM.
-        host : HostLap, optional
-            See `Learner.period_over`.
+        host : HostTime, optional
+            See `Learner.iteration_over`.
         """
         self._fitting = 0 if overflow else self._fitting + 1
-        self._stayed &= not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
+        self._stayed &= not self.filling.offloaded and all(plan.keeps_everything for plan in self.learner.plans)
         with self.engine.lock:
             trace = None
             if self.recorder is not None:
@@ -304,28 +313,28 @@ class Mover:
                 for key, verified in self.recorder.verified.items():
                     self.verified[key] = verified.besides(self.verified.get(key))
                 self._see_beside(trace)
-            peak = self.engine.end_period()
+            peak = self.engine.end_iteration()
             granted, refused = self.filling.granted, self.filling.refused
-            drifted = self._departs()
+            mispredicted = self._mispredicted()
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
-            lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
-            changed = self.learner.period_over(
+            iteration_time = self.engine.iteration_time if alone and self.engine.ahead == EVERY else None
+            changed = self.learner.iteration_over(
                 trace,
                 peak,
                 whole=whole,
-                drifted=drifted,
+                mispredicted=mispredicted,
                 pressed=pressed,
                 overflow=overflow,
-                lap=lap,
-                host=None if lap is None else host,
+                iteration_time=iteration_time,
+                host=None if iteration_time is None else host,
                 refused=refused,
                 static=self.engine.compute.allocated,
             )
-            if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'
+            if refused and trace is None and not (changed or mispredicted):  # else it may not have been these plans'
                 changed = self._plans_for_less(granted)
-            if self.checks.period_over():
+            if self.checks.iteration_over():
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
             self.recorder = self.engine.meter = None
@@ -343,8 +352,8 @@ class Mover:
             self.checks.on = self.recorder is None and not stands_for
         return changed
 
-    def _departs(self) -> bool:
-        """Whether a considerable part of the period was not as any plan has it."""
+    def _mispredicted(self) -> bool:
+        """Return whether a considerable part of the iteration was not as any plan expects."""
         traces, unforeseen = self.learner.traces, self.filling.unforeseen
         sites = max((len(trace.sites) for trace in traces), default=0)
         nbytes = max((trace.saved_bytes for trace in traces), default=0)
@@ -354,37 +363,46 @@ class Mover:
         return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes or is_of_another_size
 
     def _see_beside(self, trace: Trace) -> None:
-        """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""
+        """Reduce the room by what lay in HBM besides saved tensors, and by what lives on: the optimizer's state."""
         if self._sees and trace.others and not self.learner.plans:
             lives_on = self.engine.compute.allocated() - self._allocated_before
             lent = self._lent if self.filling.patient else 0  # else it is about to be paid back
             self.filling.room = learning_room(self.budget + lent, max(trace.others) + max(0, lives_on))
 
     def _expect_too_much(self) -> None:
-        """It does not fit without a plan: all that none has foreseen is to go."""
+        """Offload all tensors that no plan expects: the program does not fit without a plan."""
         self._news |= self.filling.patient  # what stayed so far needs no memory from now on
         self.filling.patient = False
         self.filling.room = learning_room(self.budget)
         self.engine.limit = self._limit()
 
     def take_news(self) -> bool:
-        """Whether what the program asks for is other than before, since this was last asked.
+        """Return whether the program's requests for memory have changed since the last call.
 
-        The allocator then lays it out anew, at the cost of some steps of a second.
+        The allocator then makes a new layout, which costs some steps of a second.
         """
         news, self._news = self._news, False
         self._stayed |= news
         return news
 
     def _to_stand_for(self) -> int:
-        """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
+        """Return for how many iterations the waits of the next one stand; 0 if they are not timed."""
         self._unchanged += 1
         if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
             return 1
         return 0 if self._unchanged % SAMPLED else SAMPLED
 
-    def heed(self, ahead: int | None, links: Links) -> bool:
-        """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
+    def apply_advice(self, ahead: int | None, links: Links) -> bool:
+        """Apply the monitor's advice; return whether there are new plans.
+
+        Parameters
+        ----------
+        ahead : int or None
+            Groups that may be prefetched before backward asks for the first of them; None: as many as there is room
+            for.
+        links : Links
+            Bandwidths for the planner.
+        """
         before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
         if self.engine.ahead != before:
             self.learner.rearranged()
@@ -396,19 +414,19 @@ class Mover:
         return changed
 
     def collect(self) -> None:
-        """Give back the memory of what is part of no graph any more."""
+        """Free the memory of tensors that no graph holds any more."""
         if self.engine.dead and not self.engine.compute.capturing():
             with self.engine.lock:
                 self.engine.collect()
 
     def forward_is_dead(self) -> bool:
-        """Whether tensors were taken in this period and none of them is part of a graph any more."""
+        """Return whether this iteration saved tensors of which no graph holds any."""
         with self.engine.lock:
             self.engine.collect()
             return self._taken > 0 and self.engine.alive == 0
 
     def begin_again(self) -> None:
-        """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
+        """Restart the iteration: no graph holds what it has saved."""
         with self.engine.lock:
             self._begin()
             if self.recorder is not None:  # without a head start: to begin again may be the program's habit
@@ -416,7 +434,7 @@ class Mover:
                 self.recorder = self._new_recorder()
 
     def record_no_more(self) -> None:
-        """Go on with this period without recording it."""
+        """Stop recording this iteration."""
         with self.engine.lock:
             if self.recorder is not None:
                 self.recorder.abandon()
@@ -434,13 +452,13 @@ class Mover:
         self.engine.limit = self._limit()
 
     def _limit(self) -> int:
-        """Bytes that may lie in HBM when a period begins."""
-        if self.recorder is None and self._is_quiet():  # what stays is not all counted: it might all be there
+        """Return how many saved bytes may lie in HBM when an iteration begins."""
+        if self.recorder is None and self._moves_nothing():  # what stays is not all counted: it might all be there
             return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
         return self.filling.room
 
-    def _is_quiet(self) -> bool:
-        """Whether what stays need not be counted: nothing waits for the room that it leaves."""
+    def _moves_nothing(self) -> bool:
+        """Return whether kept tensors need not be counted: no group waits for their room."""
         plans = self.learner.plans
         return self.engine.compute.counts and bool(plans) and not any(plan.groups for plan in plans)
 
@@ -452,7 +470,7 @@ class Mover:
                 break
         plans = self.learner.plans
         largest = max((group.nbytes for plan in plans for group in plan.groups), default=0)
-        self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans), largest)
+        self.engine.backing.reserve(self, max(plan.stored_bytes for plan in plans), largest)
         self.filling.patient = False
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
@@ -462,15 +480,15 @@ class Mover:
         self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))
 
     def _refusal(self, plans: tuple[Plan, ...]) -> TierFull | None:
-        """Why the tiers below HBM cannot hold what plans move at once; None if they can."""
+        """Return the error if the tiers below HBM cannot hold what the plans offload at once; else None."""
         try:
-            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+            self.engine.backing.check(max(plan.stored_bytes for plan in plans))
         except TierFull as refusal:
             return refusal
         return None
 
     def _plans_for_less(self, holds: int) -> bool:
-        """Plan for what the tiers below HBM hold by now, or grant; whether there are other plans for that."""
+        """Plan for `holds` bytes below HBM; return whether there are other plans."""
         if holds >= self._below:  # that is what the plans were made for already
             return False
         self._below = holds
@@ -479,15 +497,18 @@ class Mover:
         return self.learner.plans != before
 
     def actions(self) -> Iterator[tuple[str, Action]]:
-        """What the plans say of every site. A site that comes twice goes: that always fits."""
-        quiet = self._is_quiet()
+        """Yield the action of every site that the plans know.
+
+        A site on which plans disagree moves: that always fits.
+        """
+        nothing_moves = self._moves_nothing()
         pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
-        # What one plan is to hear of is heard under all of them: which kind of period this is nobody knows.
+        # What one plan is to hear of is heard under all of them: which kind of iteration this is nobody knows.
         heard = set[str]().union(*(_heard(plan, trace) for plan, trace in pairs))
-        paced = [(plan, {} if quiet else paces_of(plan, trace)) for plan, trace in pairs]
+        paced = [(plan, {} if nothing_moves else paces_of(plan, trace)) for plan, trace in pairs]
         for plan, paces in paced:
             for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in heard)
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), nothing_moves and key not in heard)
         for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
@@ -499,20 +520,20 @@ class Mover:
 
 
 def _is_part(tensor: Tensor, saved: Saved) -> bool:
-    """Whether others may share its bytes that come right after it: see `is_beside` of `native/storages.h`."""
+    """Return whether tensors saved right after this one may share its bytes; see `is_beside` of `native/storages.h`."""
     return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
 
 
 def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
-    """Whether another stream wrote the tensor than that for which the copy of its storage's group waits."""
+    """Return whether the tensor was written by another stream than the one that its group waits for."""
     return saved.group.stream != stream and tensor._base is None
 
 
 def _heard(plan: Plan, trace: Trace) -> set[str]:
-    """Sites that stay and of which the hooks are to know all the same.
+    """Return the sites that stay in HBM but for which the hooks must be called.
 
-    That which backward asks for first: by it backward is known to begin. And those of what the plan recomputes from:
-    the hooks see whether somebody changes it, also where PyTorch has no reason to look.
+    These are the site that backward asks for first, which tells that backward has begun, and the inputs of
+    recomputations: the hooks detect whether the program changes them, also where PyTorch has no reason to check.
     """
     first = min((site for site in trace.sites if site.uses), key=lambda site: site.uses[0], default=None)
     recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}

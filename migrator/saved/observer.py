@@ -1,4 +1,4 @@
-"""What the hooks do besides while a period is recorded: find out what could be recomputed."""
+"""Finds out which saved tensors could be recomputed, while an iteration is recorded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Movable = Callable[[Tensor], bool]
 
 
 class Observer:
-    """Looks on for one thread's hooks.
+    """Prepares trial recomputations for the hooks of one thread.
 
     Parameters
     ----------
     movable : callable
-        Whether a tensor may move.
+        Returns whether a tensor may move.
     replays : Replays, optional
-        What makes tensors again; without it none is.
+        Finds how tensors are recomputed. Without it nothing is.
     """
 
     def __init__(self, movable: Movable, replays: Replays | None = None) -> None:
@@ -32,11 +32,11 @@ class Observer:
         self._movable = movable
 
     def find(self, verified: Verified, base: Tensor) -> tuple[Replay, int] | None:
-        """What makes a tensor again that a plan drops, as far as it was `verified`; None if nothing does now."""
+        """Return the replay that recomputes a tensor, if it is as it was when that was `verified`; else None."""
         return None if self.replays is None else verified.find(base, self.replays)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
-        """See whether the tensor could be recomputed, if this is the first of its storage."""
+        """Prepare a trial recomputation of the tensor's storage, if this is its first tensor."""
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is None or record.known is None:
             return
@@ -60,7 +60,7 @@ class Observer:
 
 
 def _inputs(what: Replay, recorder: Recording) -> tuple[int, ...] | None:
-    """The storages that a replay begins with; None if one of them is not of this period."""
+    """Return the storages that a replay begins with; None if one of them is not of this iteration."""
     idents = dict[int, None]()
     for packed in what.inputs:
         record = packed[3] if isinstance(packed, tuple) else packed.record

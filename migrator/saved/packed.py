@@ -1,7 +1,7 @@
-"""What the graph holds in place of a saved tensor, and the check that its version is still the one that was saved.
+"""The objects that the autograd graph holds in place of saved tensors, and the check for in-place modification.
 
-What stays is packed as a tuple, which costs least; what moves as a `Moved`, which lays claim to its group; what is made
-again as a `Dropped`. Each holds an alias that shares the tensor's version counter.
+A tensor that stays in HBM is packed as a tuple, which is cheapest. One that moves is packed as a `Moved`, one that is
+recomputed as a `Dropped`. Each holds an alias that shares the tensor's version counter.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Packed: TypeAlias = "Kept | Moved | Dropped"
 
 
 def keep(tensor: Tensor, stay: Stay | None = None, record: Record | None = None) -> Kept:
-    """Pack a tensor that stays."""
+    """Pack a tensor that stays in HBM."""
     alias = alias_of(tensor)
     return (alias, alias._version, stay, record)
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """What the graph may hold for a tensor that stays.
+    """Return what the graph may hold for a tensor that stays in HBM.
 
-    Not itself: for an output that would be a reference cycle. But what no graph made, as PyTorch does: what a program
-    sets its `.data` to until backward is what backward uses, and what it had before is not held; and where a function
-    returns it as a gradient, `.grad` gets memory of its own, as somebody holds this.
+    An output's own tensor would form a reference cycle, so a detached alias is held instead. A leaf is held itself, as
+    PyTorch does: if the program sets its `.data` before backward, backward uses that, and the old memory is not held;
+    and if a function returns the leaf as a gradient, `.grad` gets memory of its own.
     """
     return tensor if tensor.is_leaf else tensor.detach()
 
 
 def check(packed: Packed) -> None:
-    """Raise PyTorch's own error if what was saved has been changed in place."""
+    """Raise PyTorch's own error if the saved tensor has been changed in place."""
     if isinstance(packed, tuple):
         alias, version, _, _ = packed
         if alias._version != version:
@@ -53,17 +53,17 @@ def check(packed: Packed) -> None:
 
 
 class Look:
-    """Hands packed tensors out for a trial: nobody needs them, and all is to be as if they had not been asked for.
+    """Returns packed tensors for a trial recomputation, without side effects on groups or counts.
 
-    What was dropped is recomputed once for all that is made from it here: a residual network's tensors have two ways
-    to each that came before, and so 2 ** n to one n blocks away.
+    A dropped tensor is recomputed once for all that is recomputed from it here. A residual network has two paths from
+    each tensor to the one before, and so 2 ** n paths to the one n blocks before.
     """
 
     def __init__(self) -> None:
         self._made: dict[Recomputed, Tensor] = {}
 
     def __call__(self, packed: Packed) -> Tensor:
-        """The tensor, bit for bit."""
+        """Return the tensor, bit for bit."""
         check(packed)
         if isinstance(packed, tuple):
             return packed[0]
@@ -71,14 +71,14 @@ class Look:
 
 
 def in_a_fork(packed: Packed, there: dict[Recomputed, Tensor] | None = None) -> Tensor:
-    """The tensor for the child of a fork, which has of its parent's threads and locks none that it could wait for.
+    """Return the tensor in a forked child process, which cannot use its parent's threads and locks.
 
-    What is in memory is the child's as well; what is to be recomputed is made from that, once if `there` is handed on.
+    Tensors in memory are the child's, too. Dropped tensors are recomputed from them, once for all that share `there`.
 
     Raises
     ------
     TiersError
-        If it has left, which the parent alone can bring back.
+        If the tensor was offloaded: only the parent can restore it.
     """
     check(packed)
     if isinstance(packed, tuple):
@@ -95,9 +95,9 @@ def in_a_fork(packed: Packed, there: dict[Recomputed, Tensor] | None = None) -> 
 
 
 def modified(counter: Tensor, dtype: torch.dtype, size: torch.Size, version: int, more: str = "") -> RuntimeError:
-    """PyTorch's own error for a saved tensor that was changed before backward used it; `more` follows its hint.
+    """Return PyTorch's own error for a saved tensor that was changed before backward used it; `more` follows its hint.
 
-    `counter` shares its version counter, and may be of another type.
+    `counter` shares the tensor's version counter, and may be of another type.
     """
     kind = torch.empty(0, dtype=dtype, device=counter.device).type()
     return RuntimeError(

@@ -1,11 +1,10 @@
-"""Where PyTorch hands over what it saves for backward, and asks for it back.
+"""PyTorch's saved-tensor hooks: the functions that autograd calls when it saves a tensor and when backward needs it.
 
-PyTorch calls `Saver.pack` for every tensor saved while the hooks are on, and `Saver.unpack` when
-backward needs it. Whatever becomes of a tensor, an alias of it is held that shares its version counter:
-saved-tensor hooks switch off PyTorch's own check for in-place modification, and the alias puts it back,
-for tensors that stay, move, or have long left HBM.
+`Saver.pack` is called for every tensor saved while the hooks are on. `Saver.unpack` is called when backward needs the
+tensor. Whether a tensor stays in HBM, is offloaded or is dropped, an alias of it is held that shares its version
+counter: saved-tensor hooks switch off PyTorch's own check for in-place modification, and the alias restores it.
 
-The hooks belong to a thread (PyTorch hands them on to the threads of backward), and so does a `Saver`.
+The hooks belong to a thread, and so does a `Saver`. PyTorch passes them on to the threads that run backward.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from torch_tiers.migrator.tape.recorder import Recorder
 log = logging.getLogger("tiers")
 
 MIN_BYTES = 4096
-"""Storages smaller than this stay: to look after one costs more than its memory is worth."""
+"""Smaller storages stay in HBM: handling one costs more than its memory is worth."""
 
 LOOKS = 16
-"""Forwards in a row without a backward, after which a period is recorded no more."""
+"""Forwards in a row without a backward after which an iteration is no longer recorded."""
 
 UNRECORDED = 2
-"""Periods in a row that may end so; a program all of whose periods begin with such forwards is to have plans, too."""
+"""Iterations in a row that may end so: programs that begin each one with such forwards are to have plans, too."""
 
 LISTENS = 31
-"""Periods of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
+"""In one iteration of so many no module is bypassed: with 2, 4 or 8 micro-batches another one each time."""
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -67,24 +66,24 @@ class Saver(OnStack):
     Parameters
     ----------
     make_mover : callable
-        Makes the mover of a device, or returns None where nothing moves.
+        Makes the mover of a device, or returns None if tensors of that device never move.
     root_begins : callable
-        Called when an outermost module's forward begins.
-    period_over : callable
-        Called when a period is over, before the next one begins.
+        Called when the forward of an outermost module begins.
+    iteration_over : callable
+        Called when an iteration is over, before the next one begins.
     allowance : Allowance
-        Told how many objects the hooks will hold.
+        Receives the number of objects that the hooks will hold.
     tensors : HookTensors
-        What is done with each tensor.
+        The C++ part of the hooks, which handles single tensors.
     recorder : Recorder, optional
-        Records operators: what is recomputed is made again by those that made it.
+        Records operators. Without one nothing is recomputed.
     """
 
     def __init__(
         self,
         make_mover: Callable[[torch.device], Mover | None],
         root_begins: Callable[[Saver, nn.Module], None],
-        period_over: Callable[[Saver], None],
+        iteration_over: Callable[[Saver], None],
         allowance: Allowance,
         tensors: HookTensors,
         recorder: Recorder | None = None,
@@ -97,13 +96,13 @@ class Saver(OnStack):
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers: dict[torch.device, Mover | None] = {}
-        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the period under way goes by
-        self.steps_before = 0  # optimizer steps made before the period began
+        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the iteration under way goes by
+        self.steps_before = 0  # optimizer steps made before the iteration began
         self._looks = 0  # forwards in a row, while recording, through which no backward went
-        self._unrecorded = 0  # periods in a row of which nothing was recorded for that
+        self._unrecorded = 0  # iterations in a row of which nothing was recorded for that
         self._make_mover = make_mover
         self._root_begins = root_begins
-        self._period_over = period_over
+        self._iteration_over = iteration_over
         self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
@@ -115,11 +114,11 @@ class Saver(OnStack):
 
     @property
     def armed_movers(self) -> list[Mover]:
-        """The movers of the devices on which anything was saved."""
+        """Return the movers of the devices on which anything was saved."""
         return [mover for mover in self.movers.values() if mover is not None]
 
     def pop(self) -> None:
-        """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
+        """Switch the hooks off for good. If somebody else's hooks lie on top of them, keep every tensor from now on."""
         self.take_off()
         if self._replays is not None:
             self._replays.end()
@@ -130,24 +129,27 @@ class Saver(OnStack):
         self.movers = {}
         self.place.recording = False
         self._listen()
-        self.place.period += 1  # the modules look their actions up anew
+        self.place.iteration += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
     def rest_if_idle(self) -> None:
-        """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two periods only."""
+        """Switch the hooks off if no saved tensor has to be handled. Call it between two iterations only."""
         if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
             self._allowance.hold(self, 0)
 
     def wake(self) -> bool:
-        """HBM is full: look at what is saved again, if that is of use. Before the first forward of a period only."""
+        """Switch resting hooks on and record again, as HBM is full.
+
+        Call this before the first forward of an iteration only.
+        """
         if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
             return False
-        log.info("hbm is full: what is saved is looked at again")
+        log.info("hbm is full: saved tensors are recorded again")
         self.resting = self.place.in_backward = False
         self.push()
         self.adopt(())
         self.place.recording = True
-        self.place.period += 1
+        self.place.iteration += 1
         return True
 
     def enter(self, module: nn.Module) -> None:
@@ -164,8 +166,8 @@ class Saver(OnStack):
         else:
             modules.stack.append(place.here)
             place.here = node
-        if place.quiet or self.hushed:
-            self._hush_or_not()
+        if place.bypass or self.bypassed:
+            self._bypass_or_not()
 
     def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
@@ -186,8 +188,8 @@ class Saver(OnStack):
         self.modules.enter(module)
 
     def stepped(self) -> None:
-        """An optimizer has made a step."""
-        if self._replays is not None:  # where modules are quiet backward may not have been heard of
+        """Take note that an optimizer has made a step."""
+        if self._replays is not None:  # where hooks are bypassed backward may not have been heard of
             self._replays.end()
 
     def leave(self) -> None:
@@ -195,37 +197,38 @@ class Saver(OnStack):
         place, stack = self.place, self.modules.stack
         if stack:
             place.here = stack.pop()
-        if place.quiet or self.hushed:
-            self._hush_or_not()
+        if place.bypass or self.bypassed:
+            self._bypass_or_not()
 
-    def _hush_or_not(self) -> None:
+    def _bypass_or_not(self) -> None:
         place = self.place
-        hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
-        if hush is not None and hush is not self.hushed:
-            self.hush(hush)
+        bypass = place.bypass.get(place.here.path, False) if not place.in_backward else False
+        if bypass is not None and bypass is not self.bypassed:
+            self.bypass(bypass)
 
     def leave_all(self) -> None:
-        """The thread is in no module; see `Modules.leave_all`."""
+        """Take note that the thread is in no module; see `Modules.leave_all`."""
         self.modules.leave_all()
-        if self.hushed:
-            self.hush(on=False)
+        if self.bypassed:
+            self.bypass(on=False)
 
     def capturing(self) -> bool:
-        """Whether what the program does now goes into a CUDA graph."""
+        """Return whether the program is being captured into a CUDA graph."""
         return any(mover.engine.compute.capturing() for mover in self.armed_movers)
 
     def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
-        """From the next period on, do this at these sites."""
+        """Use these actions from the next iteration on."""
         self._agenda = self.place.agenda = Agenda(actions)
         self._listen()
         self._allowance.hold(self, self._agenda.objects)
 
     def _forget_dead_forward(self) -> None:
-        """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
+        """Restart the iteration if all that it saved is dead: its forward raised, or no backward followed.
 
-        Only while recording. Then we hold everything, so what is dead is known; and only then does it matter:
-        a trace with sites that do not come again makes plans that wait for them. After many such forwards in a row the
-        period is recorded no more: who only looks at outputs would be ten times slower for as long as that goes on.
+        This happens only while an iteration is recorded. Then the recorder knows what is dead; and only then does it
+        matter: a trace with sites that do not come again leads to plans that wait for them. After `LOOKS` such forwards
+        in a row recording stops for this iteration: a program that only looks at outputs would be ten times slower as
+        long as it does.
         """
         if not self.place.recording or self.place.in_backward:
             return
@@ -235,7 +238,7 @@ class Saver(OnStack):
                 continue
             if mover.forward_is_dead():
                 mover.begin_again()
-                self.place.period += 1
+                self.place.iteration += 1
                 dead = True
             else:
                 dead |= mover.recorder.forward_begins()
@@ -246,53 +249,54 @@ class Saver(OnStack):
                 mover.record_no_more()
             self.place.recording = False
 
-    def end_period(self, *, stepped: bool = False) -> None:
-        """End the period, if backward has begun in it; optimizer steps and the next forward do.
+    def end_iteration(self, *, stepped: bool = False) -> None:
+        """End the iteration if its backward has begun. Optimizer steps and the next forward call this.
 
-        Where modules are quiet backward may not be heard of. The optimizer that leads has `stepped` all the same.
+        Where hooks are bypassed the begin of backward may have gone unnoticed. Then a step of the leading optimizer
+        (`stepped`) ends the iteration all the same.
         """
-        if self.place.in_backward or (stepped and self.place.quiet):
+        if self.place.in_backward or (stepped and self.place.bypass):
             self.place.in_backward = False
-            self.place.period += 1
+            self.place.iteration += 1
             if self.place.recording and self._looks < LOOKS:
                 self._unrecorded = 0
             self._looks = 0
             try:
-                self._period_over(self)
+                self._iteration_over(self)
             finally:  # whoever catches what it raises may go on
-                self._begin_period()
+                self._begin_iteration()
 
-    def _begin_period(self) -> None:
+    def _begin_iteration(self) -> None:
         recorders = [mover.recorder for mover in self.armed_movers]
         self.place.recording = any(recorder is not None for recorder in recorders)
         self._listen()
 
     def _listen(self) -> None:
-        """Choose the modules in which the hooks need not be called in the period that begins.
+        """Choose the modules in which the hooks are bypassed in the iteration that begins.
 
-        Now and then they are called in all of them: one may save what no plan has foreseen.
+        In one of `LISTENS` iterations none is bypassed, as a module may save a tensor that no plan expects.
         """
-        listens = self.place.recording or self.place.period % LISTENS == 0
-        self.place.quiet = {} if listens else self._agenda.quiet
+        listens = self.place.recording or self.place.iteration % LISTENS == 0
+        self.place.bypass = {} if listens else self._agenda.bypass
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done inside is not the program's, and not measured with it."""
+    def untracked(self) -> Iterator[None]:
+        """Do work of torch-tiers itself in this scope: it is not measured as the program's."""
         with ExitStack() as stack:
             for mover in self.armed_movers:
                 if mover.recorder is not None and not mover.engine.compute.capturing():
-                    stack.enter_context(mover.recorder.aside())
+                    stack.enter_context(mover.recorder.untracked())
             yield
 
     def _arrive(self) -> None:
-        """The host came from the program to us."""
+        """Stop counting host time as the program's: a hook has begun."""
         for mover in self.armed_movers:
             if mover.recorder is not None:
                 mover.recorder.arrive()
 
     @contextmanager
     def _between(self) -> Iterator[None]:
-        """What is done inside takes the host time that is not the program's; nothing of it is recorded."""
+        """Do work in this scope whose host time is not the program's, and which is not recorded."""
         self._arrive()
         try:
             yield
@@ -304,15 +308,15 @@ class Saver(OnStack):
     # ------------------------------------------------------------------------------------- hooks
 
     def pack(self, tensor: Tensor) -> Packed:
-        """PyTorch saves `tensor`."""
+        """Handle a tensor that autograd saves; return what the graph holds in its place."""
         if _graph_task() != -1:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
-            # at once, or soon, and the order of this period is being played back already.
+            # at once, or soon, and the order of this iteration is being played back already.
             return keep(tensor)
         if self.place.in_backward:
-            self.end_period()
+            self.end_iteration()
         node = self.place.here
-        if node.period != self.place.period:
+        if node.iteration != self.place.iteration:
             node.begin(self.place)
         number = node.count
         node.count = number + 1
@@ -334,12 +338,12 @@ class Saver(OnStack):
         return packed
 
     def note(self, tensor: Tensor, packed: Packed, key: str) -> None:
-        """Remember what was packed: others may be made from it."""
+        """Remember what the graph holds for a tensor, as others may be recomputed from it."""
         if self._replays is not None:
             self._replays.note(tensor, packed, key)
 
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
-        """Pack as ever, and remember what became of the tensor; have a replay of it tried."""
+        """Pack a tensor while the iteration is recorded: record it, and have a recomputation of it tried."""
         packed: Packed
         self._arrive()
         key = f"{node.path}:{number}"
@@ -357,7 +361,7 @@ class Saver(OnStack):
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
-        """Backward needs a tensor that `pack` was given."""
+        """Return the tensor that backward needs, in HBM and bit for bit as it was saved."""
         if self._forks != _forks:
             return in_a_fork(packed)
         if self.place.recording:
@@ -388,17 +392,17 @@ class Saver(OnStack):
         if isinstance(packed, Dropped):
             # Again what it is made from is over as well, and made once for all that has it.
             return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
-        tensor = packed.mover.give_back(packed)
+        tensor = packed.mover.restore(packed)
         return tensor if record is None else record.compare(tensor, Look())
 
     def _peek(self, packed: Packed) -> Tensor:
-        """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
+        """Return a saved tensor from which another is recomputed, without counting that as a use by backward."""
         check(packed)
         if isinstance(packed, tuple):
             return packed[0]
         if isinstance(packed, Dropped):
             return packed.view(self._peek, count=False)
-        return packed.mover.give_back(packed, count=False)
+        return packed.mover.restore(packed, count=False)
 
     def _turn(self) -> None:
         if _graph_task() == -1:
@@ -432,7 +436,7 @@ class Saver(OnStack):
         return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
 
     def drop(self, tensor: Tensor, make: Recompute) -> Packed:
-        """Pack a tensor that is made again, if it can be."""
+        """Pack a tensor that the plan drops and recomputes; keep or move it if no recomputation is known to hold."""
         return make.mover.drop(tensor, make, self._observer.find, self.place.here.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
@@ -443,15 +447,15 @@ class Saver(OnStack):
         return self.movers[device]
 
     def _movable(self, tensor: Tensor, *, planned: bool = False) -> bool:
-        """Whether the tensor may move: it has memory of its own that is no parameter's and no buffer's.
+        """Return whether the tensor may move: it has memory of its own that belongs to no parameter or buffer.
 
-        At a site that is planned to move that was seen when it was recorded.
+        At a site that is `planned` to move this was checked when it was recorded.
         """
         storage = self._tensors.memory_of(tensor, MIN_BYTES)
         return storage != 0 and (planned or storage not in self._parameters())
 
     def _parameters(self) -> set[int]:
-        """Storages that belong to the module whose forward is the outermost."""
+        """Return the storages of the parameters and buffers of the outermost module that runs."""
         if self._fixed is None or self._changing:  # FSDP gathers a layer's parameters right before its forward
             root = self._root() if self._root is not None else None
             self._fixed = set()
@@ -463,5 +467,5 @@ class Saver(OnStack):
 
 
 def _asked(record: Record | None) -> Record | None:
-    """The record of what backward asks for; None where it is the program that looks at `grad_fn._saved_*`."""
+    """Return the record of a tensor that backward asks for; None if the program reads `grad_fn._saved_*` instead."""
     return None if record is None or _graph_task() == -1 else record

@@ -1,4 +1,4 @@
-"""A thread's place on PyTorch's stack of saved-tensor hooks: on it, for a while not, or not any more."""
+"""A thread's hooks on PyTorch's stack of saved-tensor hooks: on it, off it for a while, or off it for good."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _autograd: Any = torch._C._autograd
 
 
 class OnStack:
-    """Hooks that one thread can switch on and off. PyTorch calls those that lie on top of the stack, no others.
+    """Hooks that one thread can switch on and off. PyTorch calls only the hooks on top of its stack.
 
     Attributes
     ----------
     hooks : Hooks
-        What lies on the stack: methods of this object or what stands in front of them, and names it as `__self__`.
+        The functions on the stack: methods of this object, or functions in C++ that name it as `__self__`.
     resting : bool
-        They are off, as nothing is to be done with what is saved.
-    hushed : bool
-        They are off for a moment, see `hush`.
+        Whether the hooks are off because they have nothing to do.
+    bypassed : bool
+        Whether the hooks are off within the present module; see `bypass`.
     """
 
     def __init__(self) -> None:
         self.hooks: Hooks = (self.pack, self.unpack)
-        self.resting = self.hushed = False
+        self.resting = self.bypassed = False
         self._suspended = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """PyTorch saves `tensor`."""
+        """Handle a tensor that autograd saves."""
         raise NotImplementedError
 
     def unpack(self, packed: Any) -> Tensor:
-        """Backward needs a tensor that `pack` was given."""
+        """Return the tensor that backward needs."""
         raise NotImplementedError
 
     def push(self) -> None:
@@ -45,43 +45,43 @@ class OnStack:
         _autograd._push_saved_tensors_default_hooks(*self.hooks)
 
     def take_off(self) -> bool:
-        """Switch them off, if nobody else's lie on top of them; whether they are off now."""
+        """Switch the hooks off unless somebody else's lie on top of them; return whether they are off."""
         if not self.on_top():
             return False
         _autograd._pop_saved_tensors_default_hooks()
         return True
 
     def rest(self) -> bool:
-        """Switch them off, if nobody else's lie on top of them; whether they are. Between two periods only."""
+        """Switch the hooks off until `push`; return whether they are off. Call it between two iterations only."""
         self.resting = self.resting or self.take_off()
         return self.resting
 
-    def hush(self, on: bool) -> None:
-        """Switch them off, or on again after that; not where somebody else's lie on the stack, until those are gone."""
+    def bypass(self, on: bool) -> None:
+        """Switch the hooks off within a module, or on again after it, unless somebody else's are on the stack."""
         if on:
-            self.hushed = self.take_off()
+            self.bypassed = self.take_off()
         elif self.is_free():
             self.push()
-            self.hushed = False
+            self.bypassed = False
 
     def suspend(self) -> None:
-        """Switch them off until `resume`; they lie on top."""
+        """Switch the hooks off until `resume`; they must be on top."""
         _autograd._pop_saved_tensors_default_hooks()
         self._suspended = True
 
     def resume(self) -> None:
-        """Switch them on again if they were suspended."""
+        """Switch the hooks on again if they were suspended."""
         if self._suspended:
             self._suspended = False
             self.push()
 
     def is_free(self) -> bool:
-        """Whether hooks may be put there: on top of somebody's, they would be what his `with` block pops at its end."""
+        """Return whether hooks may be pushed: on top of somebody's, they would be what his `with` block pops."""
         return bool(_autograd._saved_tensors_hooks_is_enabled()) and (
             _autograd._top_saved_tensors_default_hooks(True) is None
         )
 
     def on_top(self) -> bool:
-        """Whether these are the hooks that PyTorch would call now."""
+        """Return whether these are the hooks that PyTorch would call now."""
         top = _autograd._top_saved_tensors_default_hooks(True)
         return top is not None and getattr(top[0], "__self__", None) is self

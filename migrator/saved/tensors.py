@@ -1,7 +1,6 @@
-"""What the C++ part of the hooks (`native/`) does with each tensor that is saved, and with what is packed in its place.
+"""The interface of the C++ part of the hooks (`native/`), which handles each saved tensor and the object packed for it.
 
-All that happens once a tensor is there, apart from what happens once a group. Types only: who needs the module is given
-it, as `HookTensors`.
+Types only. Functions that handle whole groups are elsewhere. Whoever needs the module receives it as `HookTensors`.
 """
 
 from __future__ import annotations

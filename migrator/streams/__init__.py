@@ -1,10 +1,9 @@
-"""Lanes and the compute stream: the one place where the migrator touches streams and events.
+"""Lanes and the compute stream: the only part of the migrator that uses CUDA streams and events.
 
-A *lane* is one direction of the link between HBM and DRAM. It takes copies, carries them out in
-order beside the program, and hands back an event for each. *Compute* is the program's own stream.
-Both exist twice: on a GPU (`cuda`) they are CUDA streams, and nothing here ever blocks the host;
-without one (`host`) a lane is a thread, host memory plays HBM, and a wait of the compute stream is a
-wait of the host.
+A *lane* is one direction of the link between HBM and DRAM. It takes copies, executes them in order beside the program,
+and returns an event for each. *Compute* is the program's own stream. Both exist twice. On a GPU (`cuda`) they are CUDA
+streams, and nothing here ever blocks the host. Without one (`host`) a lane is a thread, host memory plays HBM, and a
+wait of the compute stream is a wait of the host.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.model.clocks import Clocks
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 SLOT = 512
@@ -146,10 +145,10 @@ class Lane(Protocol):
 
 
 class Peaks(Protocol):
-    """Tells the most bytes that were in use: of periods, and of laps, the parts of a period that are measured."""
+    """Tells the most bytes that were in use: of iterations, and of the parts of an iteration that are measured."""
 
-    def lap(self, *, with_present: bool = ...) -> int:
-        """The most since the last lap, or now.
+    def take_peak(self, *, with_present: bool = ...) -> int:
+        """The most since the last call, or now.
 
         What is in use now need not count the next time, unless this is called `with_present`.
         """
@@ -165,22 +164,22 @@ class Peaks(Protocol):
 
 
 class Memory(NamedTuple):
-    """Who hands out a GPU's memory.
+    """The allocator of a GPU's memory.
 
     Attributes
     ----------
     peaks : Peaks
         Of what it hands out.
-    aside : callable
-        Within it this thread asks for memory that the program alone would not, and gives all of it back.
+    untracked : callable
+        A scope in which this thread asks for memory that the program alone would not, and frees all of it.
     tidy : callable
-        Has what that took return to the system, as far as it is cached.
+        Returns what that took to the system, as far as it is cached.
     renew : callable
-        Has all that is cached return to the system.
+        Returns all that is cached to the system.
     """
 
     peaks: Peaks
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    untracked: Callable[[], AbstractContextManager[None]] = nullcontext
     tidy: Callable[[], None] = lambda: None
     renew: Callable[[], None] = lambda: None
 
@@ -206,7 +205,7 @@ class OperatorClock(Protocol):
 
 
 class Measures(NamedTuple):
-    """A period's `times`, `seconds`, `others` and `clocks`; see `migrator.model.trace.Trace`.
+    """An iteration's `times`, `seconds`, `others` and `clocks`; see `migrator.model.trace.Trace`.
 
     With clocks, the times are those of the device by itself.
     """
@@ -218,7 +217,7 @@ class Measures(NamedTuple):
 
 
 class Meter(Protocol):
-    """Measures one period; see `migrator.streams.meter`."""
+    """Measures one iteration; see `migrator.streams.meter`."""
 
     def mark(self) -> Any:
         """A point in the program's time."""
@@ -230,31 +229,31 @@ class Meter(Protocol):
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
     def arrive(self) -> None:
-        """The host came from the program to us: what it does until it departs is not the program's."""
+        """Stop counting host time as the program's: a hook has begun."""
 
     def depart(self) -> None:
-        """The host goes on with the program, as it does after `resume`, too."""
+        """Count host time as the program's again; `resume` does so, too."""
 
     def part(self, resident: int) -> None:
-        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""
+        """Take note that saved storages were released within a stretch; `resident` bytes had been in HBM until then."""
 
     def abandon(self) -> None:
-        """Nobody wants to know what the period takes, nor to have it finished."""
+        """Stop measuring: nobody will ask for the result."""
 
     def resume(self, *, brought: bool = False) -> None:
-        """Our own work at a position is over, in which something was `brought` back, or let go.
+        """Our own work at a position is over, in which something was `brought` back, or released.
 
         What that did to memory belongs to neither stretch beside it.
         """
 
-    def aside(self) -> AbstractContextManager[None]:
-        """What is done inside is not the program's."""
+    def untracked(self) -> AbstractContextManager[None]:
+        """Do work in this scope that is not measured as the program's."""
 
     def most(self) -> int:
-        """The most bytes in use since this was last called, aside; 0 where nobody counts them."""
+        """Return the most bytes in use since the last call, in an untracked scope; 0 if nobody counts them."""
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
-        """The period is over; waits until the device has passed its end.
+        """The iteration is over; waits until the device has passed its end.
 
         `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         """
@@ -289,26 +288,26 @@ class Compute(Protocol):
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
 
-    def time_waits(self, periods: int) -> None:
-        """Let the waits of the period that begins stand for those of so many periods; 0: do not time them.
+    def time_waits(self, iterations: int) -> None:
+        """Let the waits of the iteration that begins stand for those of so many iterations; 0: do not time them.
 
         Where waits are not events of a stream, all of them are timed.
         """
 
     def outlast(self, event: Event, stream: Stream) -> None:
-        """Memory of `stream` that a lane reads until `event` is about to be given back to the allocator."""
+        """Memory of `stream` that a lane reads until `event` is about to be freed."""
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Within it this thread asks for memory that the program alone would not, and gives all of it back."""
+    def untracked(self) -> AbstractContextManager[None]:
+        """Let this thread ask for memory that the program alone would not, in this scope, and free all of it."""
 
     def capturing(self) -> bool:
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 
     def tidy(self) -> None:
-        """A period with work of ours aside is over: give back what is cached for that alone. Not within a capture."""
+        """Free what is cached for untracked work alone, at the end of an iteration. Not within a capture."""
 
     def renew(self) -> None:
         """Other plans are carried out from now on: what is cached fits those before, and goes. Not within a capture.
@@ -317,11 +316,11 @@ class Compute(Protocol):
         lies in pieces for good: after two changes of plans a GPT's allocator went on flushing, step after step.
         """
 
-    def settle(self) -> Lap | None:
-        """A period ends. What the last one took that the device is through with; None where that was not timed."""
+    def settle(self) -> IterationTime | None:
+        """End an iteration; return the time of the last one that the device has finished, or None if not timed."""
 
     def idle(self) -> bool:
-        """Whether the device is through with the last period; not within a capture."""
+        """Return whether the device has finished the last iteration; not within a capture."""
 
     def when(self, event: Event, recorded: float) -> float:
         """Where on the host's clock times that lanes count from `event` begin; to within a millisecond or so.
@@ -330,7 +329,7 @@ class Compute(Protocol):
         """
 
     def close(self) -> None:
-        """No more periods: add up the waits of those that are over by now."""
+        """No more iterations: add up the waits of those that are over by now."""
 
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
@@ -342,9 +341,9 @@ class Compute(Protocol):
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
 
     def pass_by(self, *, counts: bool) -> None:
-        """What was in use since the last period ended, or since the last call, is of the next one only if it `counts`.
+        """Count the peak since the last iteration, or the last call, towards the next iteration only if it `counts`.
 
-        An evaluation between two periods does not: it finds the room that saved tensors take later.
+        An evaluation between two iterations does not: it finds the room that saved tensors take later.
         """
 
     def pressed(self) -> bool:

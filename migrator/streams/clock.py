@@ -1,4 +1,4 @@
-"""When a device passed its events, by the host's clock."""
+"""Converts times of a device's events to the host's clock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class DeviceClock:
 
     From one event to the next the device's own clock counts. What ties the two together is what the host is sure of:
     no event is passed before it is put into its stream, nor after it was seen to be passed. An event for which the
-    device was idle sets the clock right to within the time of a call; while periods are recorded the host waits for the
-    device at their ends, so that happens early on. Clocks that drift apart later are held together by the same two
+    device was idle sets the clock right to within the time of a call; while iterations are recorded the host waits for
+    the device at their ends, so that happens early on. Clocks that drift apart later are held together by the same two
     facts, which then bound what is off by the time that the device lies behind the host, or the host does not look.
     """
 

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from torch_tiers.allocator.native.copy import lane
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.streams import (
     TIMED,
     TIMED_EVERY,
@@ -26,7 +26,7 @@ from torch_tiers.migrator.streams import (
     at_full_speed,
     peaks,
 )
-from torch_tiers.migrator.streams.laps import Laps
+from torch_tiers.migrator.streams.iteration_timer import IterationTimer
 from torch_tiers.migrator.streams.meter import CudaMeter
 from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -47,8 +47,8 @@ class CudaCompute:
         self._library = library
         # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_new_plans`.
         memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
-        self._peaks, self.aside, self.tidy, self.renew = memory
-        self.lap = self._peaks.lap
+        self._peaks, self.untracked, self.tidy, self.renew = memory
+        self.take_peak = self._peaks.take_peak
         self.delayed = self._peaks.delayed
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
         # `torch.cuda.current_stream` does with the first takes seven microseconds.
@@ -57,8 +57,8 @@ class CudaCompute:
         )
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._counters = counters
-        self._laps = Laps(str(device), counters)
-        self._before = 0  # the most in use since the last period ended, as far as it counts
+        self._timer = IterationTimer(str(device), counters)
+        self._before = 0  # the most in use since the last iteration ended, as far as it counts
         self.waited: list[Gap] | None = None  # what a meter leaves out
         self.operators: OperatorClock | None = None
         _, self._retries = self._peaks.restart()
@@ -79,11 +79,11 @@ class CudaCompute:
         assert isinstance(event, lane.Event)
         self._library.wait(self.device.index, wrapped(stream).cuda_stream, event)
 
-    def time_waits(self, periods: int) -> None:
-        self._laps.stand_for = periods
+    def time_waits(self, iterations: int) -> None:
+        self._timer.stand_for = iterations
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        timed = self._laps.stand_for or self.waited is not None or self.capturing()
+        timed = self._timer.stand_for or self.waited is not None or self.capturing()
         reached: lane.TimedEvent | None = None
         if isinstance(event, PromisedEvent):
             if timed and not event.is_there:
@@ -104,7 +104,7 @@ class CudaCompute:
             gap = reached, self.mark(stream)
         if gap is None:
             return
-        self._laps.waited(cause, gap)
+        self._timer.waited(cause, gap)
         if self.waited is not None:
             self.waited.append(gap)
 
@@ -116,20 +116,20 @@ class CudaCompute:
     def hand_over(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
 
-    def settle(self) -> Lap | None:
+    def settle(self) -> IterationTime | None:
         if self.capturing():
-            self._laps.period_passed()
+            self._timer.iteration_passed()
             return None
-        return self._laps.period_over(lambda: self.mark(self.stream()))
+        return self._timer.iteration_over(lambda: self.mark(self.stream()))
 
     def idle(self) -> bool:
-        return self._laps.idle()
+        return self._timer.idle()
 
     def when(self, event: Event, recorded: float) -> float:
-        return self._laps.when(cast("lane.TimedEvent", event), recorded)
+        return self._timer.when(cast("lane.TimedEvent", event), recorded)
 
     def close(self) -> None:
-        self._laps.close(capturing=self.capturing())
+        self._timer.close(capturing=self.capturing())
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -157,7 +157,7 @@ class CudaCompute:
         if counts:
             self._before = max(self._before, peak)
         else:
-            self._flushed(retries)  # what did so was no period either
+            self._flushed(retries)  # what did so was no iteration either
 
     def pressed(self) -> bool:
         return self._flushed(self._peaks.retries())
@@ -225,7 +225,7 @@ class CudaLane:
     def over(self, since: Event) -> list[Transfer]:
         start = cast("lane.TimedEvent", since)
         found: list[Transfer] = []
-        with self._asking:  # a query lets other threads go on, and each ends periods of its own
+        with self._asking:  # a query lets other threads go on, and each ends iterations of its own
             while self._timed and self._timed[0][2].query():
                 nbytes, begin, done = self._timed.popleft()
                 times = (start.elapsed_time(event) / 1e3 for event in (begin, done))

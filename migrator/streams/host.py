@@ -72,7 +72,7 @@ class HostCompute:
         else:
             event.synchronize()  # raises what the copy raised
 
-    def time_waits(self, periods: int) -> None:
+    def time_waits(self, iterations: int) -> None:
         """To look at the clock costs nothing here."""
 
     def stream(self) -> Stream:
@@ -84,7 +84,7 @@ class HostCompute:
     def hand_over(self, buffer: torch.Tensor) -> None:
         """One stream: nothing to tell."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """Whoever asks gets the host's own memory."""
         return nullcontext()
 
@@ -92,9 +92,9 @@ class HostCompute:
         return False
 
     def settle(self) -> None:
-        """Waits were counted when they happened; and recordings have the clock of all periods, the host's."""
+        """Waits were counted when they happened; and recordings have the clock of all iterations, the host's."""
         if (timeline := self._counters.timeline) is not None:
-            timeline.period(str(self.device), self._counters.periods, time.perf_counter())
+            timeline.iteration(str(self.device), self._counters.iterations, time.perf_counter())
 
     def when(self, event: Event, recorded: float) -> float:
         return 0.0  # what lanes tell here are times of that clock

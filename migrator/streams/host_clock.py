@@ -1,4 +1,4 @@
-"""What the host itself takes from one position to the next, and where it waits for the device."""
+"""The program's own host time between two positions, and the stretches in which it waits for the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class HostClock:
     Parameters
     ----------
     begin : event
-        Of the device's, at which the period begins.
+        Of the device's, at which the iteration begins.
     delayed : callable
-        Seconds that requests for memory have waited for pages so far, in all threads. A period that is recorded maps
-        thousands, of 80 us each. Under a plan whose layout is followed none is mapped; where sizes change all the time,
-        some are in every period, which this leaves out, too.
+        Seconds that requests for memory have waited for pages so far, in all threads. An iteration that is recorded
+        maps thousands, of 80 us each. Under a plan whose layout is followed none is mapped; where sizes change all the
+        time, some are in every iteration, which this leaves out, too.
     """
 
     def __init__(self, begin: TimedEvent, delayed: Callable[[], float] = lambda: 0.0) -> None:
@@ -55,7 +55,7 @@ class HostClock:
         self._stretches.append(_Stretch(self._own, self._delay, self._began, self._ended, self._behind))
         self._own, self._delay, self._behind = 0.0, 0.0, behind
 
-    def told(
+    def clocks(
         self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
     ) -> tuple[tuple[float, ...], frozenset[int]]:
         """The host's own seconds in each stretch, and the stretches in which it waited for the device.

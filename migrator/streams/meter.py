@@ -1,10 +1,10 @@
-"""What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
+"""Meters: measure device time, host time and HBM at each position of an iteration that is recorded.
 
-A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
-of the compute stream for a lane, and everything *aside*. On a GPU there are two clocks: the device's events, and the
-host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device can
-be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for that, and have
-this one wait for them, operators are timed one by one: what the device does between two of them is not the program's.
+What the lanes and our own trials add to the iteration is subtracted: waits of the compute stream for a lane, and all
+*untracked* work. On a GPU there are two clocks: events of the device, and the host's own time between our hooks. Where
+the device waits for the host, events show the host's pace. So the device can be *held* back, again and again, so that
+the host is always ahead of it. If other ranks would wait for that, and have this one wait for them, operators are timed
+one by one: what the device does between two of them is not the program's.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Device(Protocol):
 
     stream: Callable[[], tuple[int, int, int]]
     capturing: Callable[[], bool]
-    aside: Callable[[], AbstractContextManager[None]]
+    untracked: Callable[[], AbstractContextManager[None]]
     waited: list[Gap] | None
 
     @property
-    def lap(self) -> Callable[..., int]: ...
+    def take_peak(self) -> Callable[..., int]: ...
     @property
     def delayed(self) -> Callable[[], float]: ...
     def mark(self, stream: tuple[int, int, int]) -> TimedEvent: ...
@@ -53,14 +53,14 @@ class HostMeter:
 
     def __init__(self, compute: Host) -> None:
         self._compute = compute
-        self._aside = 0.0
+        self._untracked = 0.0
         self._begin = self.mark()
         self._times: list[float] = []
         self._others: list[int] = []
 
     def mark(self) -> float:
         """A point in the program's time, in seconds."""
-        return time.perf_counter() - self._compute.stalled() - self._aside
+        return time.perf_counter() - self._compute.stalled() - self._untracked
 
     def seconds(self, start: float, end: float) -> float:
         """Seconds from one point to another."""
@@ -87,20 +87,20 @@ class HostMeter:
         """Nothing is under way."""
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done inside is not the program's."""
+    def untracked(self) -> Iterator[None]:
+        """Do work in this scope that is not measured as the program's."""
         start = self.mark()
         try:
             yield
         finally:
-            self._aside += self.mark() - start
+            self._untracked += self.mark() - start
 
     def most(self) -> int:
         """Nothing here measures memory."""
         return 0
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
-        """The period is over. To be called once."""
+        """The iteration is over. To be called once."""
         return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
 
 
@@ -123,7 +123,7 @@ class CudaMeter:
             self._operators = operators.begin(device, stream)
         self._held = held
         if held:
-            compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
+            compute.hold_up(HOLD)  # before the iteration begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
         self._host = HostClock(self._begin, compute.delayed)
@@ -132,7 +132,7 @@ class CudaMeter:
         self._highest = 0  # bytes in use, since the last tick or part
         self._parted = 0  # the most that were not saved, of the parts since the last tick
         compute.waited = self._left_out
-        compute.lap()
+        compute.take_peak()
 
     def mark(self) -> TimedEvent:
         """A point of the present stream."""
@@ -158,11 +158,11 @@ class CudaMeter:
         self.depart()  # at the latest: who departs once more has the program go on from then
 
     def arrive(self) -> None:
-        """The host came from the program to us: what it does from now on, until it departs, is not the program's."""
+        """Stop counting host time as the program's, until `depart`: a hook has begun."""
         self._host.arrive()
 
     def depart(self) -> None:
-        """The host goes on with the program."""
+        """Count host time as the program's again."""
         self._host.depart()
 
     def _hold_back(self) -> TimedEvent:
@@ -174,14 +174,14 @@ class CudaMeter:
         return over
 
     def part(self, resident: int) -> None:
-        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then.
+        """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then.
 
         Else they would count as others' for as long as the stretch lasts, though nobody could use them.
         """
         self._parted = max(self._parted, self._without(resident))
 
     def _without(self, resident: int) -> int:
-        highest, self._highest = max(self._highest, self._compute.lap(with_present=True)), 0
+        highest, self._highest = max(self._highest, self._compute.take_peak(with_present=True)), 0
         return highest - resident
 
     def _stretch(self, resident: int) -> tuple[int, int]:
@@ -192,16 +192,16 @@ class CudaMeter:
         """Our own work at a position is over: what it did to memory belongs to neither stretch beside it.
 
         What lies there as a stretch begins counted for the one before. It counts once more where something may be
-        `brought` back beside it, and not where something was saved: what was saved and let go of would count, too, for
+        `brought` back beside it, and not where something was saved: what was saved and released would count, too, for
         as long as the operation that is saving it has it in its hands, and so would all that the loss's function had
         until it returned.
         """
         self._highest = self._parted = 0
-        self._compute.lap(with_present=brought)
+        self._compute.take_peak(with_present=brought)
         self.depart()
 
     def abandon(self) -> None:
-        """Nobody wants to know what the period takes: waits are left out of nothing any more."""
+        """Nobody wants to know what the iteration takes: waits are left out of nothing any more."""
         self._compute.waited = None
         self._drop_operators()
 
@@ -211,25 +211,25 @@ class CudaMeter:
             operators.drop()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done inside is not the program's."""
+    def untracked(self) -> Iterator[None]:
+        """Do work in this scope that is not measured as the program's."""
         self.arrive()
-        self._highest = max(self._highest, self._compute.lap())
+        self._highest = max(self._highest, self._compute.take_peak())
         start = self.mark()
         try:
-            with self._compute.aside():
+            with self._compute.untracked():
                 yield
         finally:
             self._left_out.append((start, self.mark()))
-            self._compute.lap()
+            self._compute.take_peak()
             self.depart()
 
     def most(self) -> int:
-        """The most bytes in use since this was last called, aside."""
-        return self._compute.lap()
+        """The most bytes in use since this was last called, in an untracked scope."""
+        return self._compute.take_peak()
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
-        """The period is over; waits until the device has passed its end. To be called once.
+        """The iteration is over; waits until the device has passed its end. To be called once.
 
         `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         Within the capture of a graph nothing is known: 0 seconds.
@@ -259,7 +259,7 @@ class CudaMeter:
         if any(timed) and len(timed) == len(device):  # else none came by
             device = tuple(map(min, device, timed))
             *times, seconds = accumulate(device)
-        host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
+        host, joins = self._host.clocks(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
 
 

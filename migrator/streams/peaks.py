@@ -1,4 +1,4 @@
-"""Peaks of single periods, out of PyTorch's peak counters, without the program noticing.
+"""Peak memory of single iterations, from PyTorch's peak counters, without the program noticing.
 
 PyTorch has one peak per statistic since the last reset, and the program may be reading it. `restart`
 resets it and remembers what it was; while it is remembered, PyTorch's own functions report the larger
@@ -26,7 +26,7 @@ class PeaksOfPyTorch:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, _index(device)
-        self._highest = 0  # of the laps since the last restart
+        self._highest = 0  # peak taken since the last restart
 
     def restart(self) -> tuple[int, int]:
         """Begin a new peak; the most bytes allocated since the last restart, and what `retries` tells.
@@ -43,8 +43,8 @@ class PeaksOfPyTorch:
             _plain_reset(self._device)
         return peak, int(now["num_alloc_retries"])
 
-    def lap(self, *, with_present: bool = False) -> int:
-        """The most bytes allocated since the last lap, or restart; a restart alone forgets it.
+    def take_peak(self, *, with_present: bool = False) -> int:
+        """The most bytes allocated since the last call, or restart; a restart alone forgets it.
 
         PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.
         """

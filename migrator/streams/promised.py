@@ -1,4 +1,4 @@
-"""An event of a lane that a thread has yet to ask."""
+"""An event of a lane that does not exist yet, as a thread has yet to submit the copy."""
 
 from __future__ import annotations
 

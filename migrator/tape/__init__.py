@@ -1,11 +1,11 @@
-"""What operators a program runs, step by step: recorded in C++ while they run, and run again where that is wanted.
+"""Records the operators that a program runs, in C++, and runs them again.
 
 =============== =====================================================================
-`recorder`      `load` it; `Recorder.begin` and `end` a period
-`tape`          what a period was, as plain data
-`closure`       makes tensors again: the operators that made them, and what from
-`check`         whether it can be believed, with the PyTorch that is installed
-`compiled`      of what is compiled nothing is recorded
+`recorder`      `load` it; `Recorder.begin` and `end` a record
+`tape`          what a record holds, as plain data
+`closure`       recomputes tensors: the operators that made them, and their inputs
+`check`         checks the recorder with the PyTorch that is installed
+`compiled`      keeps compiled code off the tape
 `native`        the recorder itself, built for that PyTorch
 =============== =====================================================================
 """

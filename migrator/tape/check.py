@@ -1,4 +1,4 @@
-"""Whether the recorder sees what this version of PyTorch runs, told by a small program when it is loaded."""
+"""Checks, with a small program at load time, that the recorder sees what this version of PyTorch runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operators of one device take it, by events around each; see `native/clock.h`."""
+"""Device times of operators, by events around each; see `native/clock.h`."""
 
 from __future__ import annotations
 

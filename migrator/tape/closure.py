@@ -1,4 +1,4 @@
-"""Makes tensors again: runs the operators of a tape that made them, and no more.
+"""Closures: recompute tensors by running only the operators of a tape that made them.
 
 A *closure* of some tensors is the smallest set of recorded operators that makes them from *leaves*: from values that
 somebody promises to have, and from those that no operator of the tape made. What it returns has the bits of the
@@ -43,7 +43,7 @@ class Refused:
 class Stops:
     """Values that somebody has, or will have when a closure runs: its walk goes no further back than these.
 
-    Of the period that was recorded when it was made; of `Recorder.stops`.
+    Of the record under way when it was made; of `Recorder.stops`.
     """
 
     def __init__(self, library: native.Recorder) -> None:
@@ -72,7 +72,7 @@ class Leaf:
     device
         Where it has to be when the closure runs.
     relative : tuple of (int, int), or None
-        In the form that is the same in every period: how many operators before the one that made the newest target,
+        In the form that is the same in every record: how many operators before the one that made the newest target,
         and which of that operator's outputs. None if no operator of the tape returned it.
     is_constant : bool
         Whether it is a few numbers of Python's whose tensor is gone: the closure has them, nobody needs to give any.
@@ -89,7 +89,7 @@ class Leaf:
 class Packs:
     """What was packed of saved tensors: closures that are found here begin with that, wherever it is by then.
 
-    Of the period that was recorded when it was made; of `Recorder.packs`.
+    Of the record under way when it was made; of `Recorder.packs`.
     """
 
     def __init__(self, library: native.Recorder) -> None:
@@ -269,7 +269,7 @@ class Closure:
         Raises
         ------
         Differs
-            If a leaf was written since, has another size, or was let go of; if an operator returns what is of another
+            If a leaf was written since, has another size, or was released; if an operator returns what is of another
             form than it was; or if PyTorch's settings are not what they were.
         """
         made = self._library.run(self._handle, leaves, -1 if poison is None else poison)
@@ -295,11 +295,11 @@ class Closure:
 
 def closure(
     library: native.Recorder,
-    period: native.Period | None,
+    record: native.Record | None,
     targets: Sequence[Tensor],
     stops: Stops | None,
     relative: Sequence[tuple[int, int]],
 ) -> Closure | Refused:
     """See `Recorder.closure`."""
-    found = library.closure(period, targets, None if stops is None else stops.handle, relative)
+    found = library.closure(record, targets, None if stops is None else stops.handle, relative)
     return Refused(found) if isinstance(found, str) else Closure(library, found)

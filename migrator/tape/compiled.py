@@ -1,4 +1,4 @@
-"""What is compiled is no business of the tape's: its kernels fill buffers behind the dispatcher.
+"""Keeps compiled code off the tape: its kernels fill buffers behind the dispatcher.
 
 And Dynamo compiles again where the keys of the dispatcher differ from those it compiled under. So the key is excluded
 before it compares them, in whatever it runs, and in what Inductor has made for a backward, which autograd calls.
@@ -53,7 +53,7 @@ class Compiled:
         base: Any = getattr(inductor, "OutputCode", None)
         for each in list(vars(inductor).values()) if base is not None else ():
             if isinstance(each, type) and issubclass(each, base) and "__call__" in vars(each):
-                self._put(each, "__call__", self._aside(vars(each)["__call__"]))
+                self._put(each, "__call__", self._untracked(vars(each)["__call__"]))
 
     def remove(self, whose: str) -> None:
         """All as it was, once nobody has it installed and no wrapper is open: its end resumes.
@@ -84,9 +84,9 @@ class Compiled:
         self._undo.append((owner, name, vars(owner)[name], ours))
         setattr(owner, name, ours)
 
-    def _aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _untracked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def aside(*args: Any, **kwargs: Any) -> Any:
+        def untracked(*args: Any, **kwargs: Any) -> Any:
             was, span = self._library.pause(), self._library.clock_enter()
             try:
                 return function(*args, **kwargs)
@@ -94,7 +94,7 @@ class Compiled:
                 self._library.clock_leave(span)
                 self._library.resume(was)
 
-        return aside
+        return untracked
 
     def _watch(self, dynamo: ModuleType) -> None:
         """Pause where Dynamo's wrapper begins, before it notes the keys, and resume where it ends.

@@ -1,4 +1,4 @@
-"""Records what operators a thread runs: one period at a time, one thread at a time.
+"""Records the operators that a thread runs: one record at a time, one thread at a time.
 
 From `begin` to `end` every operator that the thread calls is recorded, and those of the backwards that it runs,
 whichever threads these take. Not those of its other threads: what they make comes from nowhere, and what they write has
@@ -64,7 +64,7 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a period is under way, in any thread."""
+        """Whether a record is under way, in any thread."""
         return self._native.is_recording()
 
     def begin(self, *, states: bool = False) -> bool:
@@ -80,9 +80,9 @@ class Recorder:
 
     def end(self) -> Tape | None:
         """What was recorded; None where nothing was. In the thread that began, outside of any mode."""
-        period = self._native.end()
+        record = self._native.end()
         self._compiled.remove(TAPE)
-        return None if period is None else Tape.read(self._native, period)
+        return None if record is None else Tape.read(self._native, record)
 
     def stop(self) -> None:
         """Record no more, and forget what was recorded; in any thread. Closures stay good."""
@@ -90,11 +90,11 @@ class Recorder:
         self._compiled.remove(TAPE)
 
     def stops(self) -> Stops:
-        """Room for values that somebody promises to have, of the period that is being recorded."""
+        """Room for values that somebody promises to have, of the record under way."""
         return Stops(self._native)
 
     def packs(self) -> Packs:
-        """Room for what is packed of tensors, of the period that is being recorded."""
+        """Room for what is packed of tensors, of the record under way."""
         return Packs(self._native)
 
     def closure(
@@ -102,7 +102,7 @@ class Recorder:
     ) -> Closure | Refused:
         """What makes tensors again, as they are now; or why there is no such thing.
 
-        While a period is being recorded, in the thread that records, or in a backward of its; afterwards see
+        While a record is under way, in the thread that records, or in a backward of its; afterwards see
         `Tape.closure`.
 
         Parameters
@@ -110,9 +110,9 @@ class Recorder:
         targets
             That will be wanted.
         stops
-            Values that will be there. Parameters that change within a period are to be among them.
+            Values that will be there. Parameters that change within a record are to be among them.
         relative
-            More of them, as a plan has them from one period to the next: for each, how many operators before that which
+            More of them, as a plan has them from one record to the next: for each, how many operators before that which
             made the newest target, and which of that operator's outputs.
         """
         return closure(self._native, None, targets, stops, relative)
@@ -131,7 +131,7 @@ class Recorder:
         return len(made) == len(originals) and all(self._native.is_same(made.pop(), each) for each in originals)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What is done inside is not the program's."""
         was = self.pause()
         try:

@@ -1,4 +1,4 @@
-"""What operators a period ran, as plain data.
+"""A tape: the operators of one record, as plain data.
 
 A *value* is a tensor as an operator found it, or left it: a storage, what part of it, and the state that the storage
 was in. That state is the number of the operator that wrote it last. Where nothing on the tape did, or somebody wrote
@@ -81,7 +81,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What calls of an operator have in common, in one period and in all.
+    """What calls of an operator have in common, in one record and in all.
 
     Attributes
     ----------
@@ -226,7 +226,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Tape:
-    """All that one period ran.
+    """All that one record ran.
 
     Attributes
     ----------
@@ -235,9 +235,9 @@ class Tape:
     began : int
         When, in ns.
     structure : int
-        Periods that ran the same operators on the same shapes, fed by the same operators, have the same.
+        Records that ran the same operators on the same shapes, fed by the same operators, have the same.
     known : int
-        Operators that were the same as in the period before.
+        Operators that were the same as in the record before.
     broken : str or None
         Why this is no true record; it is not to be used then.
     """
@@ -248,15 +248,15 @@ class Tape:
     known: int
     broken: str | None
     _recorder: native.Recorder = field(repr=False)
-    _period: native.Period = field(repr=False)
+    _record: native.Record = field(repr=False)
     _contents: tuple[Any, ...] = field(repr=False)
 
     @classmethod
-    def read(cls, recorder: native.Recorder, period: native.Period) -> Tape:
-        """The tape of a period that is over."""
-        contents = recorder.contents(period)
+    def read(cls, recorder: native.Recorder, record: native.Record) -> Tape:
+        """The tape of a record that is over."""
+        contents = recorder.contents(record)
         thread, began, known, structure, broken = contents[:5]
-        return cls(thread, began, structure, known, broken, recorder, period, contents)
+        return cls(thread, began, structure, known, broken, recorder, record, contents)
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
@@ -295,7 +295,7 @@ class Tape:
     @property
     def nbytes(self) -> int:
         """Bytes that the record takes, without the objects of Python's that are made of it."""
-        return self._recorder.sizes(self._period)[1]
+        return self._recorder.sizes(self._record)[1]
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
         """The storage of a tensor that is alive, and the state that it is in.
@@ -303,14 +303,14 @@ class Tape:
         None if it is on no storage that is known, or somebody has written it since: then its bytes are not those that
         the tape knows of.
         """
-        found = self._recorder.find(self._period, tensor)
+        found = self._recorder.find(self._record, tensor)
         return None if found is None else (found[0], found[2])
 
     def closure(
         self, targets: Sequence[Tensor], stops: Stops | None = None, relative: Sequence[tuple[int, int]] = ()
     ) -> Closure | Refused:
         """What makes tensors again that are as this tape left them; see `Recorder.closure`."""
-        return closure(self._recorder, self._period, targets, stops, relative)
+        return closure(self._recorder, self._record, targets, stops, relative)
 
     def producer(self, tensor: Tensor) -> int | None:
         """The number of the operator that made what is in a tensor; None if that is not known."""
@@ -319,7 +319,7 @@ class Tape:
 
     def is_alive(self, storage: int) -> bool:
         """Whether the program, or autograd, still has it."""
-        return self._recorder.is_alive(self._period, storage)
+        return self._recorder.is_alive(self._record, storage)
 
     @cached_property
     def _values(self) -> list[tuple[int, int, int]]:

@@ -1,1 +1,1 @@
-"""Counts what was done, and writes down what happened when."""
+"""Counters, and the timeline of what happened when."""

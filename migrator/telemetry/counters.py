@@ -27,33 +27,33 @@ class Counters:
     moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
     stalls: dict[str, Stall] = field(default_factory=dict)
     groups: int = 0
-    periods: int = 0
+    iterations: int = 0
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
     blocked: float = 0.0  # seconds for which the host waited so far
-    _learning: tuple[int, dict[str, int]] = (0, {})  # periods before the last plan, and bytes by lane
+    _learning: tuple[int, dict[str, int]] = (0, {})  # iterations before the last plan, and bytes by lane
     _stalled: dict[str, float] = field(default_factory=dict)  # since then, in seconds by cause
 
-    def stalled(self, cause: str, seconds: float, times: int = 1, period: int | None = None) -> None:
+    def stalled(self, cause: str, seconds: float, times: int = 1, iteration: int | None = None) -> None:
         """Add a wait of `seconds`, which stands for so many like it.
 
-        Of a device it is known once that is through with the `period`, when there may be other plans than in it.
+        Of a device it is known once that is through with the `iteration`, when there may be other plans than in it.
         """
         stall = self.stalls.setdefault(cause, Stall())
         stall.count += times
         stall.seconds += times * seconds
-        if period is None or period > self._learning[0]:
+        if iteration is None or iteration > self._learning[0]:
             self._stalled[cause] = self._stalled.get(cause, 0.0) + times * seconds
 
     def planned(self) -> None:
         """There are new plans."""
-        self._learning, self._stalled = (self.periods, dict(self.moved)), {}
+        self._learning, self._stalled = (self.iterations, dict(self.moved)), {}
 
     def settled(self) -> dict[str, Any]:
         """What was counted under the last plans; what comes before is learning, which moves more."""
-        periods, moved = self._learning
+        iterations, moved = self._learning
         return {
-            "periods": self.periods - periods,
+            "periods": self.iterations - iterations,
             "moved": {lane: nbytes - moved.get(lane, 0) for lane, nbytes in self.moved.items()},
             "stalled_s": {cause: self._stalled.get(cause, 0.0) for cause in self.stalls},
         }

@@ -16,8 +16,8 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 
 MOST = 100_000  # events that are kept: some tens of MB, and hours of a program that moves much
 HOST = "host"  # stands for a device where something happens on none
-STEPS, EVENTS, PERIODS, WAITS = "steps", "events", "periods", "waits"
-ORDER = (STEPS, EVENTS, PERIODS, WAITS, *LANES)
+STEPS, EVENTS, ITERATIONS, WAITS = "steps", "events", "periods", "waits"
+ORDER = (STEPS, EVENTS, ITERATIONS, WAITS, *LANES)
 """Kinds of tracks, from above."""
 
 Event: TypeAlias = tuple[int, str, str, str, float, float | None, tuple[tuple[str, object], ...]]
@@ -45,9 +45,9 @@ class Timeline:
         """An optimizer step is over, and what led to it."""
         self._until(HOST, STEPS, "step", number, end)
 
-    def period(self, device: str, number: int, end: float) -> None:
-        """A period is over on a device."""
-        self._until(device, PERIODS, "period", number, end)
+    def iteration(self, device: str, number: int, end: float) -> None:
+        """An iteration is over on a device."""
+        self._until(device, ITERATIONS, "period", number, end)
 
     def waited(self, device: str, cause: str, begin: float, end: float) -> None:
         """The compute stream of a device, or a thread of the host, waited for a lane."""
@@ -90,13 +90,13 @@ class Timeline:
         """Chrome's trace-event format: times in microseconds, on the host's monotonic clock."""
         events = list(self._events)  # at once: others go on recording
         recorded = max((event[0] for event in events), default=0)
-        told = {
+        metadata = {
             "clock": "CLOCK_MONOTONIC of the host, on which what a GPU did is placed as far as is known",
             "unix_time_at_zero": time.time() - time.perf_counter(),
             "dropped_events": recorded - len(events),
         }
         return json.dumps(
-            {"traceEvents": trace_events(events, os.getpid()), "displayTimeUnit": "ms", "otherData": told}
+            {"traceEvents": trace_events(events, os.getpid()), "displayTimeUnit": "ms", "otherData": metadata}
         )
 
 
@@ -146,5 +146,5 @@ def _metadata(what: str, process: int, thread: int, value: str | int) -> dict[st
 
 
 def _title(device: str, kind: str, row: int) -> str:
-    sampled = " (sampled)" if device != HOST and kind != PERIODS else ""
+    sampled = " (sampled)" if device != HOST and kind != ITERATIONS else ""
     return f"{device} {kind}{sampled}{f', {row + 1}' if row else ''}"

@@ -1,4 +1,4 @@
-"""What lanes tell of the copies they carried out. Plain data."""
+"""Timed copies, as lanes report them. Plain data."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
+    "bypassed",
     "changed_programs",
     "compiled",
     "direct",
@@ -56,13 +57,12 @@ FAMILIES = (
     "functional",
     "graphs",
     "hooks",
+    "iterations",
     "leaks",
     "mixed",
     "monitor",
     "odd_modules",
-    "periods",
     "processes",
-    "quiet",
     "recompute",
     "replayed",
     "sessions",

@@ -162,7 +162,7 @@ def a_look_at_what_was_saved(device: torch.device) -> None:
     assert_same(program, device)
 
 
-def a_look_while_a_period_is_recorded_is_no_use(device: torch.device) -> None:
+def a_look_while_an_iteration_is_recorded_is_no_use(device: torch.device) -> None:
     """It was taken for the begin of backward, and hardly anything was planned to move."""
 
     def turn(look: bool) -> int:

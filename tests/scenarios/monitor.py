@@ -21,14 +21,14 @@ LEFT = {"d2h": 0.5, "h2d": 0.4, "bus": 0.4}
 
 
 class _Fickle:
-    """An advisor that changes its mind at every period, and remembers what it was told."""
+    """An advisor that changes its mind at every iteration, and remembers what it was told."""
 
     watch = SimpleNamespace(summary=dict)
 
     def __init__(self) -> None:
         self.transfers: list[list[Transfer]] = []
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         self.transfers.append(list(transfers))
         return (Response(), Response(2), Response(1, LEFT))[len(self.transfers) % 3]
 
@@ -65,16 +65,16 @@ def lanes_tell_how_long_copies_took(device: torch.device) -> None:
         train(perceptron(device, depth=8), device, steps=12)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    copies = [copy for period in advisor.transfers for copy in period]
-    print(f"  {len(copies)} copies in {len(advisor.transfers)} periods: {copies[-2:]}")
+    copies = [copy for iteration in advisor.transfers for copy in iteration]
+    print(f"  {len(copies)} copies in {len(advisor.transfers)} iterations: {copies[-2:]}")
     for lane in ("d2h", "h2d"):
         times = [copy.end - copy.begin for copy in copies if copy.lane == lane]
         assert len(times) > 5
         assert all(0 < took < 10 for took in times)
-    for period in advisor.transfers:
+    for iteration in advisor.transfers:
         # A lane carries out one copy after the other, so the times of one report must not overlap.
         for lane in ("d2h", "h2d"):
-            ends = sorted((copy.begin, copy.end) for copy in period if copy.lane == lane)
+            ends = sorted((copy.begin, copy.end) for copy in iteration if copy.lane == lane)
             assert all(first[1] <= second[0] + 1e-4 for first, second in pairwise(ends))
 
 

@@ -162,12 +162,12 @@ def _change_once(acts: dict[str, Callable[[], Act]], device: torch.device) -> No
 
 
 def numbers_are_drawn_and_counted_once(device: torch.device) -> None:
-    """Also where nothing was drawn or counted while periods were recorded."""
+    """Also where nothing was drawn or counted while iterations were recorded."""
     _change_once(_NUMBERS, device)
 
 
 def tensors_that_forward_changes_are_changed_once(device: torch.device) -> None:
-    """Statistics, codebooks, weights; also where nothing changed while periods were recorded."""
+    """Statistics, codebooks, weights; also where nothing changed while iterations were recorded."""
     _change_once(_TENSORS, device)
 
 

@@ -115,7 +115,7 @@ def a_session_in_which_nothing_trains(device: torch.device) -> None:
 
 
 def peak_statistics_are_the_program_s(device: torch.device) -> None:
-    """We look at peaks of periods; a program that reads or resets its own does not notice."""
+    """We look at peaks of iterations; a program that reads or resets its own does not notice."""
     if device.type == "cpu":
         return  # PyTorch counts no memory there
     with moving(room=0):

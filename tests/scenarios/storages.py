@@ -33,8 +33,8 @@ def keeps_storages_apart_that_share_an_address(device: torch.device) -> None:
     assert len(set(addresses)) < len(addresses)
 
 
-def keeps_storages_apart_that_share_an_address_within_a_period(device: torch.device) -> None:
-    """What moved is let go at once, so its address comes back while its bytes are away."""
+def keeps_storages_apart_that_share_an_address_within_an_iteration(device: torch.device) -> None:
+    """What moved is released at once, so its address comes back while its bytes are away."""
     addresses: list[int] = []
 
     def program(device: torch.device) -> list[Tensor]:
@@ -78,7 +78,7 @@ def moves_a_storage_that_is_saved_many_times_once(device: torch.device) -> None:
             before = moved(session)
             model(batch(device, i, rows=4096)).backward()
             gone = {lane: moved(session)[lane] - before[lane] for lane in ("d2h", "h2d")}
-            print(f"  period {i}: {gone}, unique saved bytes {unique}")
+            print(f"  iteration {i}: {gone}, unique saved bytes {unique}")
             most = 2 * unique if i == 1 else unique  # where replays are tried, on copies of their own of what is away
             assert gone["d2h"] == unique <= gone["h2d"] <= most
 
@@ -161,7 +161,7 @@ def moves_only_the_bytes_of_a_small_view(device: torch.device) -> None:
     weight = torch.ones((), device=device, requires_grad=True)
     model = perceptron(device, depth=1)
     with moving(room=0) as session:
-        model(batch(device, 0)).sum().backward()  # arms, and ends up in a period of its own
+        model(batch(device, 0)).sum().backward()  # arms, and ends up in an iteration of its own
         before = moved(session)["d2h"]
         pieces = [huge[start : start + 300 * KiB] for start in (5, 2 * MiB + 1)]
         loss = sum((piece * weight).double().sum() for piece in pieces)

@@ -104,7 +104,7 @@ def a_new_thread_for_each_forward_is_said_to_have_no_plan(device: torch.device) 
             loss.backward()
             optimizer.step()
         assert session.stats()["periods"] == 0
-    assert ["no period has ended" in call.args[0] for call in warning.call_args_list] == [True]
+    assert ["no iteration has ended" in call.args[0] for call in warning.call_args_list] == [True]
 
 
 def a_thread_that_outlives_the_session(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch_tiers.migrator.streams import cuda as lanes_of_gpu
 OFF = 2e-3  # seconds by which a device's events may be misplaced
 
 
-def copies_and_periods_lie_within_the_steps_that_they_belong_to(device: torch.device) -> None:
+def copies_and_iterations_lie_within_the_steps_that_they_belong_to(device: torch.device) -> None:
     steps: list[tuple[float, float]] = []
     # Else one copy in 64 MiB tells its time, which programs of this size take tens of steps to move.
     with tempfile.TemporaryDirectory() as run, mock.patch.object(lanes_of_gpu, "TIMED_EVERY", 0):

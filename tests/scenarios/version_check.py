@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.scenarios import assert_same, batch, main, moved, moving, perceptron, train
 from torch_tiers.allocator.sizes import MiB
 
-LEAVING = 16 * MiB  # of room: what was sent is never let go
+LEAVING = 16 * MiB  # of room: what was offloaded is never released
 AWAY = 0
 
 

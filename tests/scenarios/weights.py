@@ -17,7 +17,7 @@ ACTIVATION = ROWS * WIDTH * 4
 
 
 def _bytes_moved(model: nn.Module, device: torch.device, call: Callable[[Tensor], Tensor]) -> int:
-    """Return the most bytes that left in one of four periods."""
+    """Return the most bytes that left in one of four iterations."""
     most = 0
     with moving(room=0) as session:
         for i in range(4):
@@ -25,7 +25,7 @@ def _bytes_moved(model: nn.Module, device: torch.device, call: Callable[[Tensor]
             call(batch(device, i, rows=ROWS, width=WIDTH)).sum().backward()
             model.zero_grad()
             most = max(most, moved(session)["d2h"] - before)
-    print(f"  {most} bytes moved a period; one weight has {WIDTH * WIDTH * 4}")
+    print(f"  {most} bytes moved an iteration; one weight has {WIDTH * WIDTH * 4}")
     return most
 
 

@@ -68,8 +68,8 @@ class StreamCompute(HostCompute):
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         self.waits.append((event, stream))
 
-    def time_waits(self, periods: int) -> None:
-        self.stands_for.append(periods)
+    def time_waits(self, iterations: int) -> None:
+        self.stands_for.append(iterations)
 
     def meter(self, *, held: bool = False) -> HostMeter:
         self.held.append(held)

@@ -1,4 +1,4 @@
-"""Learners of a small program, and periods for them."""
+"""Learners of a small program, and iterations for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.made import Made
 from torch_tiers.migrator.controller.orders import Job
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import occupancy
@@ -31,7 +31,7 @@ def peak_of(trace: Trace) -> int:
 
 def learned(peak: int = 700 * MiB, policy: Policy = FLASHNEURON) -> Learner:
     learner = Learner(policy, TARGET)
-    assert learner.period_over(TRACE, peak, whole=True, pressed=False, drifted=False)
+    assert learner.iteration_over(TRACE, peak, whole=True, pressed=False, mispredicted=False)
     return learner
 
 
@@ -40,9 +40,9 @@ def room(learner: Learner) -> int:
     return plan.room
 
 
-def quiet(learner: Learner, peak: int, drifted: bool = False) -> bool:
-    """A period that was not recorded."""
-    return learner.period_over(None, peak, whole=True, pressed=False, drifted=drifted)
+def unrecorded(learner: Learner, peak: int, mispredicted: bool = False) -> bool:
+    """An iteration that was not recorded."""
+    return learner.iteration_over(None, peak, whole=True, pressed=False, mispredicted=mispredicted)
 
 
 def foreseen(plan: Plan) -> set[str]:
@@ -57,20 +57,20 @@ def most(trace: Trace, plan: Plan | None) -> int:
     return plan.kept_bytes + min(under_way, plan.moved_bytes)
 
 
-def run(learner: Learner, periods: Sequence[tuple[Trace, int]], elsewhere: int = 0) -> tuple[list[bool], list[int]]:
-    """A program of `periods`, each with memory of its own beside the saved bytes.
+def run(learner: Learner, iterations: Sequence[tuple[Trace, int]], elsewhere: int = 0) -> tuple[list[bool], list[int]]:
+    """A program of `iterations`, each with memory of its own beside the saved bytes.
 
     Returns which of them changed the plans, and their peaks. `elsewhere` is a peak of another moment, in
     which saved bytes play no part.
     """
     changed, peaks = [], []
-    for trace, own in periods:
+    for trace, own in iterations:
         keys = {site.key for site in trace.sites}
         known = [plan for plan in learner.plans if keys <= foreseen(plan)]
         peak = max(elsewhere, own + most(trace, known[0] if known else None))
         recorded = trace if learner.records_next else None
-        drifted = recorded is None and not known
-        changed.append(learner.period_over(recorded, peak, whole=True, pressed=False, drifted=drifted))
+        mispredicted = recorded is None and not known
+        changed.append(learner.iteration_over(recorded, peak, whole=True, pressed=False, mispredicted=mispredicted))
         peaks.append(peak)
     return changed, peaks
 
@@ -79,9 +79,9 @@ class Later:
     """Jobs that are done when the test says so."""
 
     def __init__(self) -> None:
-        self.jobs: list[tuple[Job, Future[tuple[Made, ...]]]] = []
+        self.jobs: list[tuple[Job, Future[tuple[PlannedIteration, ...]]]] = []
 
-    def __call__(self, job: Job) -> Future[tuple[Made, ...]]:
+    def __call__(self, job: Job) -> Future[tuple[PlannedIteration, ...]]:
         self.jobs.append((job, Future()))
         return self.jobs[-1][1]
 
@@ -95,5 +95,5 @@ def large(trace: Trace = MODEL, policy: str = "auto") -> tuple[Learner, Later]:
     """A learner that has seen a trace which takes long to plan for, and what does its jobs."""
     later = Later()
     learner = Learner(POLICIES[policy], peak_of(trace) * 3 // 4, submit=later)
-    assert not learner.period_over(trace, 0, whole=True, pressed=False, drifted=False)
+    assert not learner.iteration_over(trace, 0, whole=True, pressed=False, mispredicted=False)
     return learner, later

@@ -52,8 +52,8 @@ def watch(
     return Watch(lambda: Choice(sensors, {}), Copies(calibration, clock), Judge(calibration), clock, timeline)
 
 
-def period(of: Watch, clock: Clock, left: float = 1.0, moved: int = 0) -> Response:
-    """A period passes in which the lane gave so much."""
+def iteration(of: Watch, clock: Clock, left: float = 1.0, moved: int = 0) -> Response:
+    """An iteration passes in which the lane gave so much."""
     clock.now += EVERY
     of.feed([Transfer("h2d", 64 * MiB, 0.0, 1 / left)], {"h2d": moved})
     return of.tick()

@@ -54,17 +54,17 @@ class Rig:
         return self.mover.take(tensor, key, go)
 
     def settle(self) -> None:
-        """What was let go of is out of HBM."""
+        """What was released is out of HBM."""
         self.out.run()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing that leaves may stay in HBM any longer."""
         self.engine.limit = 0
         self.engine.relieve()
 
-    def give_back(self, moved: Moved) -> torch.Tensor:
+    def restore(self, moved: Moved) -> torch.Tensor:
         self.out.run()
-        tensor = self.mover.give_back(moved)
+        tensor = self.mover.restore(moved)
         self.back.run()
         return tensor
 
@@ -79,7 +79,7 @@ Program = Mapping[str, int]  # sites in the order in which they are saved, with 
 
 
 def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None, overflow: int = 0) -> bool:
-    """One period as the hooks make it, with backward in reverse; whether there are new plans."""
+    """One iteration as the hooks make it, with backward in reverse; whether there are new plans."""
     mover, actions = rig.mover, dict(rig.mover.actions())
     graph: list[tuple[Moved | Stay, torch.Tensor]] = []
     for number, (key, nbytes) in enumerate(program.items()):
@@ -105,10 +105,10 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None,
         else:
             if packed.record is not None:
                 packed.record.used()
-            assert torch.equal(rig.give_back(packed), tensor)
+            assert torch.equal(rig.restore(packed), tensor)
         del packed, tensor
         check()
-    return mover.end_period(whole=True, overflow=overflow)
+    return mover.end_iteration(whole=True, overflow=overflow)
 
 
 def layers(count: int, nbytes: int = MiB, name: str = "layer") -> Program:

@@ -61,7 +61,7 @@ class Tape:
         return out
 
     def trace(self, fixed: int, working: int, loss: int = 0) -> Trace:
-        """The period: `fixed` bytes all along, `working` besides, `loss` more where backward begins."""
+        """The iteration: `fixed` bytes all along, `working` besides, `loss` more where backward begins."""
         keys: dict[str, list[int]] = {}
         saved = {storage for op in self._ops for _, _, storage in op.saved}
         births: dict[str, int] = {}

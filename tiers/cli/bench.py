@@ -20,7 +20,7 @@ from torch_tiers.cli.run import options_for, refuse_without_autoload
 from torch_tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from torch_tiers.config import load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
-from torch_tiers.run_directory import by_period
+from torch_tiers.run_directory import by_iteration
 
 
 class BenchVerb:
@@ -84,7 +84,7 @@ def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
         if stats is None or step is None:
             row.append("failed")
         else:
-            each, _ = by_period(stats)
+            each, _ = by_iteration(stats)
             moved = int(each["d2h"] + each["h2d"])
             row += [f"{step * 1e3:.1f} ms" + (", failed" if outcome.failed else "")]
             row += ["unknown" if fraction is None else f"{fraction:.3f}"]

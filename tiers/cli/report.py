@@ -20,7 +20,7 @@ from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.planning import why
 from torch_tiers.planning.stats import stats_from_json
-from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_period
+from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_iteration
 
 _BAR = 20
 
@@ -75,7 +75,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     if stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
         yield "hbm is over its budget, which without a GPU is counted, not enforced"
     lanes = Table("lane", "moved", "per period", title="lanes", title_justify="left")
-    moved_each, stalled_each = by_period(stats)
+    moved_each, stalled_each = by_iteration(stats)
     for lane, moved in stats["moved"].items():
         lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
     yield lanes
@@ -99,7 +99,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         )
     if stats["monitor"] is not None:
         monitor = stats["monitor"]
-        yield f"backed off in {monitor['backed_off']} of {monitor['steps']} periods that the monitor judged"
+        yield f"backed off in {monitor['backed_off']} of {monitor['steps']} iterations that the monitor judged"
         yield from monitor["changes"]
 
 
@@ -136,7 +136,7 @@ def _step(step: dict[str, Any]) -> str:
 
 def _wear(written: int, step: dict[str, Any]) -> str:
     """What nvme takes: drives are made for so many bytes in all (TBW, DWPD), which only root may read from them."""
-    text = f"nvme takes {format_size(written)} a period"
+    text = f"nvme takes {format_size(written)} an iteration"
     settled = step.get("settled", {"steps": 0})
     seconds = settled["median"] if settled["steps"] >= ENOUGH else step["median"]
     # A step takes some microseconds, whatever a file says.

@@ -15,7 +15,7 @@ from torch_tiers.config import load
 from torch_tiers.migrator.model.links import LANES, Links, links_from
 
 MOST_UNPACKED = 256 * MiB
-"""Bytes of a file, unpacked: those of the longest period that is recorded are a fifth of that."""
+"""Bytes of a file, unpacked: those of the longest iteration that is recorded are a fifth of that."""
 
 _PART = 1 * MiB
 

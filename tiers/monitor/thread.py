@@ -1,4 +1,4 @@
-"""The monitor beside the program: a thread that ticks when a period has ended, and the advisor that asks it."""
+"""The monitor beside the program: a thread that ticks when an iteration has ended, and the advisor that asks it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = 10.0  # seconds without a tick after which nothing the thread said counts
 
 
 class Monitor:
-    """The runtime's advisor. Its thread starts with the first period; training does not depend on what becomes of it.
+    """The runtime's advisor. Its thread starts with the first iteration; training does not depend on its fate.
 
     Parameters
     ----------
@@ -40,14 +40,14 @@ class Monitor:
         self._response = Response()
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._starting = threading.Lock()  # several threads may end their first period at once
+        self._starting = threading.Lock()  # several threads may end their first iteration at once
         self._thread: threading.Thread | None = None
         self._beat = 0.0
         self._shown = float("-inf")
         self._pid = os.getpid()
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
-        """Hand a period over; what the thread has last said. Returns at once and never raises."""
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+        """Hand an iteration over; what the thread has last said. Returns at once and never raises."""
         if self._thread is None:
             with self._starting:
                 if self._thread is None:

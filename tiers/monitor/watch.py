@@ -50,7 +50,7 @@ class Watch:
     choose
         Finds the sensors to read besides `copies`, at the first tick: some take a while to look for.
     copies
-        The runtime's own copies: a period of them is a step.
+        The runtime's own copies: an iteration of them is a step.
     timeline
         Is told of changes of mind, if there is one.
     """
@@ -88,11 +88,11 @@ class Watch:
         return self.backoff.response
 
     def feed(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> None:
-        """Take in a period; from any thread."""
+        """Take in an iteration; from any thread."""
         self.copies.feed(transfers, moved)
 
     def tick(self) -> Response:
-        """Read what is due, and take a step if a period has ended since the last tick."""
+        """Read what is due, and take a step if an iteration has ended since the last tick."""
         if self._choose is not None:
             choice, self._choose = self._choose(), None
             self._slots = [_Slot(sensor) for sensor in choice.sensors]
@@ -181,7 +181,7 @@ class Watch:
         }
 
     def summary(self) -> dict[str, Any]:
-        """What a run leaves in its ``stats.json``: steps are periods that were judged."""
+        """What a run leaves in its ``stats.json``: steps are iterations that were judged."""
         return {
             "sensors": self.sensors,
             "steps": self.steps,

@@ -33,7 +33,7 @@ class Candidate:
     @property
     def fits_below(self) -> bool:
         """Whether the tiers below HBM hold all that moves."""
-        return self.below is None or self.plan.parcel_bytes <= self.below
+        return self.below is None or self.plan.stored_bytes <= self.below
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = No
     if not trace.times:
         yield "the trace has no times: memory only"
     if trace.varies:
-        yield "sizes change from step to step: this period is the largest recorded, and its times are uncertain"
+        yield "sizes change from step to step: this iteration is the largest recorded, and its times are uncertain"
     # On 80 columns words wrap, names and numbers do not.
     columns = (
         Column(name, no_wrap=name not in ("peak hbm", "moved"))

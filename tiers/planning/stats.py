@@ -68,16 +68,16 @@ def _check_steps(step: Mapping[str, Any]) -> None:
 
 
 def _check_settled(stats: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """What is told of the periods under the last plan is told of the same lanes and causes."""
+    """What is told of the iterations under the last plan is told of the same lanes and causes."""
     if stats.get("settled") is None:
         return
     settled = record(stats["settled"], "settled")
     field(record(stats["step_s"], "step_s"), "settled", "step_s")
     _check_counts(settled, "settled", ("periods",))
     for name, read in (("moved", _count), ("stalled_s", _seconds)):
-        told = mapping(field(settled, name, "settled"), f"settled.{name}", read, _MOST_NAMES)
+        counts = mapping(field(settled, name, "settled"), f"settled.{name}", read, _MOST_NAMES)
         for key in wanted[name]:
-            field(told, key, f"settled.{name}")
+            field(counts, key, f"settled.{name}")
 
 
 def _stall(value: object, where: str) -> None:

@@ -19,7 +19,7 @@ from torch_tiers.migrator.simulator import Simulated, simulate
 from torch_tiers.run_directory import step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left
-LATE = 1.1  # times the predicted period: something happens that no plan knows of
+LATE = 1.1  # times the predicted iteration: something happens that no plan knows of
 CROWDED = 0.8  # of the budget in use by what is no saved tensor
 
 
@@ -36,7 +36,7 @@ class Action:
     nbytes : int
         Of their storages, each counted once.
     seconds : float
-        What that takes the device in a period; what the lanes carry meanwhile is not in it.
+        What that takes the device in an iteration; what the lanes carry meanwhile is not in it.
     """
 
     what: str
@@ -56,7 +56,7 @@ class Why:
     result : Simulated
         What that comes to.
     measured : float or None
-        Seconds that a period took, in the median of the steps under the last plan.
+        Seconds that an iteration took, in the median of the steps under the last plan.
     fullest : str
         Where HBM holds most, and what.
     hints : tuple of str
@@ -84,7 +84,7 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
 
 
 def to_json(why: Why) -> dict[str, Any]:
-    """The account as JSON; seconds are of one period."""
+    """The account as JSON; seconds are of one iteration."""
     result = why.result
     return {
         "actions": [{"what": d.what, "sites": d.sites, "bytes": d.nbytes, "seconds": d.seconds} for d in why.actions],
@@ -117,7 +117,7 @@ def render(why: Why) -> Iterator[RenderableType]:
             "and what a step takes is not predicted"
         )
     elif result.ideal:
-        table = Table("part", "time", "ideal = 100%", title="a period, as it was predicted", title_justify="left")
+        table = Table("part", "time", "ideal = 100%", title="an iteration, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
         parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
         late = _waiting_for_host(result)
@@ -167,13 +167,13 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
         return
     if measured is not None and measured > LATE * result.seconds:
         yield (
-            f"a period takes {measured / result.seconds:.2f} times what was predicted: too few steps to settle, a host "
-            "that is slower than the device, or others on the memory bus (tiers top)"
+            f"an iteration takes {measured / result.seconds:.2f} times what was predicted: too few steps to settle, "
+            "a host that is slower than the device, or others on the memory bus (tiers top)"
         )
     elif measured is not None and measured * LATE < result.seconds:
         yield (
-            f"a period takes {measured / result.seconds:.2f} times what was predicted, and so may the ideal: the host "
-            "was late in the first periods, which were recorded"
+            f"an iteration takes {measured / result.seconds:.2f} times what was predicted, and so may the ideal: the "
+            "host was late in the first iterations, which were recorded"
         )
     if result.fraction >= CLOSE:
         return

@@ -1,11 +1,11 @@
-"""The direct way between HBM and NVMe: through staging slots in HBM, past the host's memory.
+"""The direct path between HBM and NVMe: through staging slots in HBM, past host memory.
 
-A drive takes from and gives to memory that was registered with it, and whose pages never move: the slots of two rings,
-one for each direction. A copy within HBM, on a lane of its own, fills a slot or empties it. Between the two a thread
-waits for the copy before it hands the slot to the store: nothing but our own events orders a drive's work.
+A drive can only access memory that was registered with it, and whose pages never move: the slots of two rings, one for
+each direction. A copy within HBM, on a lane of its own, fills a slot or empties it. In between, a thread waits for the
+copy before it hands the slot to the store: only our own events order a drive's work.
 
-A group that goes this way is a parcel in *chunks*, of a slot's bytes each. What the drives do not take, by any way,
-stays in the host's memory: the program's own is let go of as soon as it was copied into a slot.
+A group on this path is stored in *chunks* of a slot's size. Bytes that the drives do not take by any path stay in host
+memory: the program's own memory is released as soon as it was copied into a slot.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.offload.direct.parcel import Chunk, DirectParcel, Source, cut
 from torch_tiers.migrator.offload.direct.reader import Read, Reader
+from torch_tiers.migrator.offload.direct.stored import Chunk, DirectStoredGroup, Source, cut
 from torch_tiers.migrator.offload.direct.writer import Write, Writer
 from torch_tiers.migrator.streams import Event, Lane
 from torch_tiers.migrator.streams.promised import PromisedEvent
@@ -78,9 +78,9 @@ class Direct:
         self._rings = (way.out, way.back)
         self._chunk = way.out.slot_bytes
         self._counters = counters
-        self._lock = threading.Lock()  # guards the counters, parcels' extents, and whether this is closed
+        self._lock = threading.Lock()  # guards the counters, stored groups' extents, and whether this is closed
         self._closed = False
-        self._failure_is_told = False
+        self._warned_of_failure = False
         self._writer = Writer(way.nvme, out, way.out, self._tell)
         self._reader = Reader(way.nvme, back, way.back, self._tell)
         # Daemons: a program must be able to end although a drive does not answer.
@@ -91,22 +91,24 @@ class Direct:
         for thread in self._threads:
             thread.start()
 
-    def send(self, nbytes: int, sources: Iterable[Source], after: Sequence[Event]) -> DirectParcel | None:
+    def offload(self, nbytes: int, sources: Iterable[Source], after: Sequence[Event]) -> DirectStoredGroup | None:
         """Start to write a group once `after` is passed; None if the drives have no room for it.
 
-        `DirectParcel.filled` tells when its sources were read.
+        `DirectStoredGroup.filled` tells when its sources were read.
         """
         with self._lock:
             chunks = None if self._closed else self._chunks(nbytes)
             if chunks is None:
                 return None
-            parcel = DirectParcel(nbytes, chunks, PromisedEvent("gds_write"))
-            self._writer.jobs.put(Write(parcel, cut(sources, chunks), after, parcel.filled))
+            stored = DirectStoredGroup(nbytes, chunks, PromisedEvent("gds_write"))
+            self._writer.jobs.put(Write(stored, cut(sources, chunks), after, stored.filled))
             self._counters.groups += 1
-        return parcel
+        return stored
 
-    def read(self, parcel: DirectParcel, buffer: torch.Tensor, after: Sequence[Event]) -> None:
-        """Start to read a parcel into `buffer`, once `after` is passed; `DirectParcel.returned` tells when it is there.
+    def read(self, stored: DirectStoredGroup, buffer: torch.Tensor, after: Sequence[Event]) -> None:
+        """Start to read a stored group into `buffer`, once `after` is passed.
+
+        `DirectStoredGroup.returned` tells when it is there.
 
         Raises
         ------
@@ -116,21 +118,21 @@ class Direct:
         with self._lock:
             if self._closed:
                 raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
-            parcel.returned = promised = PromisedEvent("gds_read")
-            self._reader.jobs.put(Read(parcel, buffer, after, promised))
+            stored.returned = promised = PromisedEvent("gds_read")
+            self._reader.jobs.put(Read(stored, buffer, after, promised))
 
     def say_failed(self, error: Exception) -> None:
         """Say, once, that a group goes through host memory instead."""
-        told, self._failure_is_told = self._failure_is_told, True
-        if not told:
-            log.warning("the direct way to nvme fails, and what fails goes through the host's memory: %s", error)
+        warned, self._warned_of_failure = self._warned_of_failure, True
+        if not warned:
+            log.warning("a direct transfer to nvme failed; failed transfers go through host memory: %s", error)
 
-    def drop(self, parcel: DirectParcel) -> None:
-        """Forget a parcel, also while it is on its way: then its extents are given back when that is over."""
-        parcel.dropped = True
-        for future in parcel.under_way():
-            future.add_done_callback(lambda _: self._free_if_over(parcel))
-        self._free_if_over(parcel)
+    def drop(self, stored: DirectStoredGroup) -> None:
+        """Forget a stored group, also while it is on its way: its extents are then freed when that is over."""
+        stored.dropped = True
+        for future in stored.under_way():
+            future.add_done_callback(lambda _: self._free_if_over(stored))
+        self._free_if_over(stored)
 
     def close(self) -> None:
         """Wait for what was asked for, unless a drive does not answer. Idempotent.
@@ -162,10 +164,10 @@ class Direct:
             chunks.append(Chunk(start, size, extent))
         return tuple(chunks)
 
-    def _free_if_over(self, parcel: DirectParcel) -> None:
+    def _free_if_over(self, stored: DirectStoredGroup) -> None:
         with self._lock:  # several threads may have been the last
-            if not parcel.under_way():
-                self._free(parcel.chunks)
+            if not stored.under_way():
+                self._free(stored.chunks)
 
     def _free(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:

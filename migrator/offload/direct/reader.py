@@ -15,16 +15,16 @@ import torch
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.offload.direct.parcel import Chunk, DirectParcel
+from torch_tiers.migrator.offload.direct.stored import Chunk, DirectStoredGroup
 from torch_tiers.migrator.streams import Event, Lane, whole
 from torch_tiers.migrator.streams.promised import PromisedEvent
 
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A parcel to read into `buffer`, which may be written to once `after` is passed."""
+    """A stored group to read into `buffer`, which may be written to once `after` is passed."""
 
-    parcel: DirectParcel
+    stored: DirectStoredGroup
     buffer: torch.Tensor
     after: Sequence[Event]
     promised: PromisedEvent
@@ -42,7 +42,9 @@ class _Coming(NamedTuple):
 
 
 class Reader:
-    """Reads parcels, in order, with all slots at work: the next one's chunks are read while the last one's are copied.
+    """Reads stored groups in order, with all slots at work.
+
+    The next one's chunks are read while the last one's are copied.
 
     Parameters
     ----------
@@ -79,7 +81,7 @@ class Reader:
         return self.jobs.get()
 
     def _fetch_all(self, job: Read) -> None:
-        for chunk in job.parcel.chunks:
+        for chunk in job.stored.chunks:
             if len(self._coming) == self._ring.slots:
                 self._land()
             self._coming.append(self._fetch(job, chunk))
@@ -90,7 +92,7 @@ class Reader:
         slot: torch.Tensor | None = None
         reading: Future[None] = Future()
         try:
-            chunk.stored.result()  # it may still be on its way to the drive
+            chunk.written.result()  # it may still be on its way to the drive
             if chunk.extent is None:
                 reading.set_result(None)
             else:
@@ -127,7 +129,7 @@ class Reader:
             self._landed.append((event, slot))
         elif slot is not None:
             self._ring.give(slot)
-        if chunk is job.parcel.chunks[-1]:  # nothing of the parcel is read any more
+        if chunk is job.stored.chunks[-1]:  # nothing of the stored group is read any more
             self._answer(job, event)
 
     def _answer(self, job: Read, last: Event | None) -> None:

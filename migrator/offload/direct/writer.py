@@ -13,7 +13,7 @@ import torch
 
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.offload.direct.parcel import Chunk, DirectParcel, Source, into
+from torch_tiers.migrator.offload.direct.stored import Chunk, DirectStoredGroup, Source, into
 from torch_tiers.migrator.streams import Event, Lane
 from torch_tiers.migrator.streams.promised import PromisedEvent
 
@@ -21,16 +21,16 @@ log = logging.getLogger("tiers")
 
 
 class Write(NamedTuple):
-    """A parcel to write, from `sources` of each chunk once `after` is passed."""
+    """A stored group to write, from `sources` of each chunk once `after` is passed."""
 
-    parcel: DirectParcel
+    stored: DirectStoredGroup
     sources: list[list[Source]]
     after: Sequence[Event]
     promised: PromisedEvent
 
 
 class Writer:
-    """Writes parcels, in order. What the drives do not take, by any way, it keeps in the host's memory.
+    """Writes stored groups, in order. What the drives do not take, by any way, it keeps in the host's memory.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Writer:
         self.jobs: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._nvme, self._lane, self._ring = nvme, lane, ring
         self._tell = tell
-        self._rescue_is_told = False
+        self._warned_of_rescue = False
 
     def run(self) -> None:
         """Work until a job is None, and wait for the drives."""
@@ -56,13 +56,13 @@ class Writer:
         self._lane.close()
 
     def _write(
-        self, parcel: DirectParcel, sources: list[list[Source]], after: Sequence[Event], promised: PromisedEvent
+        self, stored: DirectStoredGroup, sources: list[list[Source]], after: Sequence[Event], promised: PromisedEvent
     ) -> None:
         last: Event | None = None
         begun = 0
         try:
-            for chunk in parcel.chunks:
-                if parcel.dropped:
+            for chunk in stored.chunks:
+                if stored.dropped:
                     break
                 slot = self._ring.take()
                 try:
@@ -72,15 +72,15 @@ class Writer:
                     self._ring.give(slot)
                     raise
                 begun += 1
-                if begun == len(parcel.chunks):
+                if begun == len(stored.chunks):
                     promised.set(last)
                 self._store(chunk, slot, last)
         except BaseException as error:  # belongs to who waits
             if not promised.is_there:
                 sources.clear()
                 promised.fail(error)
-        for chunk in parcel.chunks[begun:]:
-            chunk.stored.set_result(None)  # nobody will read it
+        for chunk in stored.chunks[begun:]:
+            chunk.written.set_result(None)  # nobody will read it
         sources.clear()
         if not promised.is_there:
             promised.set(last)
@@ -92,7 +92,7 @@ class Writer:
             filled.synchronize()
         except BaseException as error:
             self._ring.give(slot)
-            chunk.stored.set_exception(error)
+            chunk.written.set_exception(error)
             raise
         begin = time.perf_counter()
         try:
@@ -114,9 +114,9 @@ class Writer:
             failed = caught
         try:  # who waits for it must not wait for ever
             if failed is None:
-                chunk.stored.set_result(None)
+                chunk.written.set_result(None)
             else:
-                chunk.stored.set_exception(failed)
+                chunk.written.set_exception(failed)
         finally:
             self._ring.give(slot)
 
@@ -130,6 +130,6 @@ class Writer:
         extent, chunk.extent = chunk.extent, None
         if extent is not None:
             self._nvme.free(extent)
-        told, self._rescue_is_told = self._rescue_is_told, True
-        if not told:
-            log.warning("what nvme does not take is kept in the host's memory, beyond its budget: %s", error)
+        warned, self._warned_of_rescue = self._warned_of_rescue, True
+        if not warned:
+            log.warning("nvme refused a write; refused bytes stay in host memory, beyond its budget: %s", error)

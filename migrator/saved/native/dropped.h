@@ -100,7 +100,7 @@ THPObjectPtr peek(const DroppedSlots &slots, PyObject *packed) {
   const auto &moved = *reinterpret_cast<Moved *>(packed);
   if (!moved.saved || is_changed(moved)) return {};
   PyObject *args[] = {moved.mover, packed, Py_False};
-  THPObjectPtr tensor(PyObject_VectorcallMethod(names().give_back, args, 2, names().not_counted));
+  THPObjectPtr tensor(PyObject_VectorcallMethod(names().restore, args, 2, names().not_counted));
   if (!tensor) throw python_error();
   return tensor;
 }

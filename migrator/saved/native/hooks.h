@@ -1,9 +1,9 @@
 // What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of
-// `saved/saver.py` for what comes again in every period, sites of the plan that stay, move or are made again.
+// `saved/saver.py` for what comes again in every iteration, sites of the plan that stay, move or are made again.
 //
 // A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
-// before anything was changed but that the module has come to this period. So they alone say what holds, and this must
-// agree with them where it answers.
+// before anything was changed but that the module has come to this iteration. So they alone say what holds, and this
+// must agree with them where it answers.
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -22,10 +22,10 @@ namespace {
 struct Slots {
   PyTypeObject *stay_type, *go_type, *recompute_type;
   struct {
-    Py_ssize_t here, period, agenda, recording, in_backward;
+    Py_ssize_t here, iteration, agenda, recording, in_backward;
   } place;
   struct {
-    Py_ssize_t path, period, count, agenda, actions, noted;
+    Py_ssize_t path, iteration, count, agenda, actions, noted;
   } node;
   struct {
     Py_ssize_t mover, enter, leave, pace;
@@ -152,10 +152,10 @@ bool is_ordinary(PyObject *object) {
 // The plan's action for the tensor that is saved now, if this is the place for it; borrowed, null if not.
 PyObject *foreseen(const Hook &hook, PyObject *node) {
   const Slots &slots = hook.own.slots;
-  if (at(node, slots.node.period) != at(hook.place, slots.place.period)) {
-    // The first tensor of a module in this period: `Node.begin`, where that has nothing to look up.
+  if (at(node, slots.node.iteration) != at(hook.place, slots.place.iteration)) {
+    // The first tensor of a module in this iteration: `Node.begin`, where that has nothing to look up.
     if (at(node, slots.node.agenda) != at(hook.place, slots.place.agenda)) return nullptr;
-    put(node, slots.node.period, own(at(hook.place, slots.place.period)));
+    put(node, slots.node.iteration, own(at(hook.place, slots.place.iteration)));
     put(node, slots.node.count, number_of(0));
   }
   PyObject *actions = at(node, slots.node.actions);
@@ -250,7 +250,7 @@ PyObject *unpack_moved(const Hook &hook, PyObject *packed) {
   if (moved.record != Py_None || !moved.saved || at(hook.place, slots.place.in_backward) != Py_True) return nullptr;
   if (is_changed(moved)) return nullptr;
   if (moved.go != Py_None) tell(moved.mover, names().reached, at(moved.go, slots.go.pace), nullptr, nullptr);
-  PyObject *tensor = PyObject_CallMethodOneArg(moved.mover, names().give_back, packed);
+  PyObject *tensor = PyObject_CallMethodOneArg(moved.mover, names().restore, packed);
   if (!tensor) throw python_error();
   return tensor;
 }
@@ -298,9 +298,9 @@ Slots slots_of(PyObject *place) {
       reinterpret_cast<PyTypeObject *>(stay.get()),  // which live as long as their module
       reinterpret_cast<PyTypeObject *>(go.get()),
       reinterpret_cast<PyTypeObject *>(recompute.get()),
-      {slot_of(of, "here"), slot_of(of, "period"), slot_of(of, "agenda"), slot_of(of, "recording"),
+      {slot_of(of, "here"), slot_of(of, "iteration"), slot_of(of, "agenda"), slot_of(of, "recording"),
        slot_of(of, "in_backward")},
-      {slot_of(node, "path"), slot_of(node, "period"), slot_of(node, "count"), slot_of(node, "agenda"),
+      {slot_of(node, "path"), slot_of(node, "iteration"), slot_of(node, "count"), slot_of(node, "agenda"),
        slot_of(node, "actions"), slot_of(node, "noted")},
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
       {slot_of(go, "mover"), slot_of(go, "pace")},

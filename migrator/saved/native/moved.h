@@ -56,7 +56,7 @@ struct Saved {
   int64_t low, nbytes;  // which bytes of the storage
   int64_t offset;       // in the group; -1 until that leaves
   struct Own {
-    at::Tensor alias;  // holds the program's memory until that is let go
+    at::Tensor alias;  // holds the program's memory until that is released
   } own;
 
   void forget_weak() {}
@@ -150,10 +150,10 @@ PyObject *spans(PyObject *, PyObject *const *args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// let_go(members): of their memory.
-PyObject *let_go(PyObject *, PyObject *members) {
+// release(members): their memory.
+PyObject *release(PyObject *, PyObject *members) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(PyList_Check(members), "let_go(members)");
+  TORCH_CHECK_TYPE(PyList_Check(members), "release(members)");
   for (Py_ssize_t k = 0; k < PyList_GET_SIZE(members); ++k) leave_memory(member_of(members, k)->own.alias);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

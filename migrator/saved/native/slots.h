@@ -33,7 +33,7 @@ struct Names {
            *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),
            *entered = PyUnicode_InternFromString("entered"), *reached = PyUnicode_InternFromString("reached"),
            *left = PyUnicode_InternFromString("left"), *take = PyUnicode_InternFromString("take"),
-           *give_back = PyUnicode_InternFromString("give_back"), *drop = PyUnicode_InternFromString("drop"),
+           *restore = PyUnicode_InternFromString("restore"), *drop = PyUnicode_InternFromString("drop"),
            *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString(""),
            *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
            *makes = PyUnicode_InternFromString("makes"),

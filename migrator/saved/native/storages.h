@@ -1,4 +1,4 @@
-// Which bytes of which storages a period has saved so far: what has been saved before is not saved again.
+// Which bytes of which storages an iteration has saved so far: what has been saved before is not saved again.
 //
 // A storage is known by the address of its C++ object for as long as a weak reference to it is held: the reference
 // keeps that address, not the memory, from being used again. The address of the *data* is no key: a freed storage's
@@ -25,7 +25,7 @@ namespace {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// Storages; a period without backward (an evaluation that forgot `no_grad`) must not grow for ever.
+// Storages; an iteration without backward (an evaluation that forgot `no_grad`) must not grow for ever.
 constexpr size_t kSweep = 4096;
 // Entries of one storage that are looked at: of thousands of slices each would look at all before it.
 constexpr int kNear = 64;
@@ -169,7 +169,7 @@ bool is_beside(const Known &entry, const at::Tensor &tensor) {
 
 // Take out of a chain what cannot be found again: earlier versions of `base`, and of tensors that are gone. A buffer
 // that is filled anew in each step of a loop without backward, as when somebody serves and forgot `no_grad`, would have
-// one entry a step. Who calls lets go of what is returned, once nothing here is half done: that may lead back here.
+// one entry a step. Who calls releases what is returned, once nothing here is half done: that may lead back here.
 std::vector<Known *> outdated(Known *&chain, const c10::TensorImpl *base, int64_t version) {
   std::vector<Known *> found;
   int near = kNear;

@@ -22,7 +22,7 @@ PyMethodDef functions[] = {
     {"memory_of", fast(memory_of), METH_FASTCALL, nullptr},
     {"arrange", arrange, METH_O, nullptr},
     {"spans", fast(spans), METH_FASTCALL, nullptr},
-    {"let_go", let_go, METH_O, nullptr},
+    {"release", release, METH_O, nullptr},
     {"counter", make_counter, METH_O, nullptr},
     {"view", fast(make_view), METH_FASTCALL, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},

@@ -42,7 +42,7 @@ MODULE = ExtensionModule(
     headers=tuple(_HERE / name for name in _HEADERS),
 )
 
-Period: TypeAlias = Any  # a capsule
+Record: TypeAlias = Any  # a capsule
 Handle: TypeAlias = Any  # one of another kind
 Use: TypeAlias = tuple[int, int, int]
 """A storage of a tape, the version that a tensor on it had (-1: it has none), and the state it was in."""
@@ -57,7 +57,7 @@ class Recorder(Protocol):
     def begin(self, with_states: bool, /) -> bool:  # noqa: D102
         ...
 
-    def end(self) -> Period | None:  # noqa: D102
+    def end(self) -> Record | None:  # noqa: D102
         ...
 
     def pause(self) -> bool:  # noqa: D102
@@ -96,16 +96,16 @@ class Recorder(Protocol):
     def unseen(self, tensor: Tensor | None, /) -> None:  # noqa: D102
         ...
 
-    def contents(self, period: Period, /) -> tuple[Any, ...]:  # noqa: D102
+    def contents(self, record: Record, /) -> tuple[Any, ...]:  # noqa: D102
         ...
 
-    def find(self, period: Period, tensor: Tensor, /) -> Use | None:  # noqa: D102
+    def find(self, record: Record, tensor: Tensor, /) -> Use | None:  # noqa: D102
         ...
 
-    def is_alive(self, period: Period, storage: int, /) -> bool:  # noqa: D102
+    def is_alive(self, record: Record, storage: int, /) -> bool:  # noqa: D102
         ...
 
-    def sizes(self, period: Period, /) -> tuple[int, int, int, int]:  # noqa: D102
+    def sizes(self, record: Record, /) -> tuple[int, int, int, int]:  # noqa: D102
         ...
 
     def effects(self, name: str, overload: str, /) -> tuple[list[int], bool, bool, int]:  # noqa: D102
@@ -119,7 +119,7 @@ class Recorder(Protocol):
 
     def closure(  # noqa: D102
         self,
-        period: Period | None,
+        record: Record | None,
         targets: Sequence[Tensor],
         stops: Handle | None,
         relative: Sequence[tuple[int, int]],

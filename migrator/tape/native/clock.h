@@ -29,7 +29,7 @@ class Clock {
     std::lock_guard lock(mutex_);
     const Guard *guard = guard_of(c10::Device(c10::DeviceType::CUDA, device));
     if (on || !guard) return 0;
-    give_back();
+    recycle_events();
     guard_ = guard;
     device_ = c10::Device(c10::DeviceType::CUDA, device);
     stretch_ = 0;
@@ -59,7 +59,7 @@ class Clock {
       for (const Span &span : spans_)
         if (span.to && !span.is_within) seconds[span.stretch] += seconds_of(span);
     }
-    give_back();
+    recycle_events();
     return seconds;
   }
 
@@ -131,7 +131,7 @@ class Clock {
     return event;
   }
 
-  void give_back() {
+  void recycle_events() {
     for (const Span &span : spans_)
       for (void *event : {span.from, span.to})
         if (event) idle_[device_.index()].push_back(event);

@@ -1,5 +1,5 @@
 // A closure: the smallest set of operators of a tape that makes some tensors again, from values that are there. It
-// keeps the tape's steps, and no period.
+// keeps the tape's steps, and no record.
 #pragma once
 
 #include <mutex>
@@ -14,14 +14,14 @@ namespace {
 
 // Values that somebody has, or will have when the closure runs.
 struct Stops {
-  uint64_t period = 0;
+  uint64_t record = 0;
   Keys keys;
   // Storages that are emptied and filled again, as FSDP2 does with a parameter's: whoever says so answers for the
   // bytes.
   std::unordered_set<const c10::StorageImpl *> refilled;
 };
 
-// A stop as it is the same in every period: so many operators before the one that made the newest target, which of
+// A stop as it is the same in every record: so many operators before the one that made the newest target, which of
 // that operator's outputs.
 using Relative = std::pair<uint32_t, uint32_t>;
 
@@ -33,7 +33,7 @@ struct Leaf {
   bool refilled = false;   // see `Stops`: nobody watches it
   std::optional<Relative> relative;
   std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
-  c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
+  c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is released
   // Where it was, if that has been written since: who promised it has it elsewhere.
   c10::weak_intrusive_ptr<c10::StorageImpl> not_on = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
 };

@@ -13,7 +13,7 @@ __attribute__((weak)) PyObject *THPVariable_Wrap(at::TensorBase);
 
 namespace {
 
-constexpr auto kPeriod = "torch_tiers.migrator.tape.period";
+constexpr auto kRecord = "torch_tiers.migrator.tape.record";
 constexpr auto kClosure = "torch_tiers.migrator.tape.closure";
 constexpr auto kStops = "torch_tiers.migrator.tape.stops";
 
@@ -82,7 +82,7 @@ class WithoutInterpreter {
 
 // ------------------------------------------------------------------------------------- functions
 
-// stops(): values that somebody promises to have; of the period that is recorded.
+// stops(): values that somebody promises to have; of the record under way.
 PyObject *stops(PyObject *, PyObject *) {
   return answer([&] {
     auto made = recorder().stops();
@@ -101,34 +101,34 @@ PyObject *promise(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
-Search::Found of_tape(const Period &period, const std::vector<at::Tensor> &targets, const Stops *stops,
+Search::Found of_tape(const Record &record, const std::vector<at::Tensor> &targets, const Stops *stops,
                       const std::vector<Relative> &relative) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
-  if (period.broken) return Refused{period.broken};
-  if (stops && stops->period != period.number) return Refused{"what is promised is of another period"};
-  Search search(period, stops, [](uint32_t) { return true; });
+  if (record.broken) return Refused{record.broken};
+  if (stops && stops->record != record.number) return Refused{"what is promised is of another record"};
+  Search search(record, stops, [](uint32_t) { return true; });
   Scratch scratch;
   for (const at::Tensor &target : targets) {
     scratch.clear();
     (void)write_tensor(scratch, target);
     if (!search.wants(scratch.words)) return Refused{"it has no strides, or no bytes of its own"};
-    const auto found = period.find(target);
+    const auto found = record.find(target);
     if (!found) return Refused{"it is not as this tape left it"};
     search.add(*found, scratch.words);
   }
   return recorder().alone([&] { return search(relative); });
 }
 
-// closure(period, targets, stops, relative): what makes the targets again, or why it cannot be. `period`: None is the
+// closure(record, targets, stops, relative): what makes the targets again, or why it cannot be. `record`: None is the
 // one that is recorded; `stops`: or None.
 PyObject *closure(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
-    TORCH_CHECK(count == 4, "closure(period, targets, stops, relative)");
+    TORCH_CHECK(count == 4, "closure(record, targets, stops, relative)");
     const auto targets = tensors_of(args[1]);
     const Stops *stops = args[2] == Py_None ? nullptr : &held_by<Stops>(args[2], kStops);
     const auto relative = relative_of(args[3]);
     auto found = args[0] == Py_None ? recorder().closure(targets, stops, relative)
-                                    : of_tape(held_by<Period>(args[0], kPeriod), targets, stops, relative);
+                                    : of_tape(held_by<Record>(args[0], kRecord), targets, stops, relative);
     if (const auto *refused = std::get_if<Refused>(&found)) return text(refused->reason);
     return capsule_of(std::move(std::get<std::unique_ptr<Closure>>(found)));
   });
@@ -267,7 +267,7 @@ Buffer own_buffer_of(const Closure &of, size_t index) {
     if (copy != of.copies->of.end() && copy->second.nbytes() == leaf.nbytes) return {copy->second, 0, leaf.nbytes};
   }
   if (!leaf.constant.empty()) return buffer_of(leaf.constant);
-  if (!leaf.storage) throw Differs("what it is made of was let go of");
+  if (!leaf.storage) throw Differs("what it is made of was released");
   if (leaf.storage->nbytes() != leaf.nbytes) throw Differs("what it is made of has another size");
   return {c10::Storage(leaf.storage), 0, leaf.nbytes};
 }

@@ -88,14 +88,15 @@ Effects effects_of(const c10::OperatorHandle &op) {
   effects.lifts = base == "aten::lift_fresh";
   effects.random = op.hasTag(at::Tag::nondeterministic_seeded);
   effects.moves_the_tensor = op.hasTag(at::Tag::inplace_view);
-  const bool is_quiet = effects.moves_the_tensor || is_among(base, kWritesNothing);
+  const bool writes_nothing = effects.moves_the_tensor || is_among(base, kWritesNothing);
   const bool keeps_statistics = is_among(base, kWritesStatistics);
   effects.written.resize(effects.arguments);
   for (size_t index = 0; index < effects.arguments; ++index) {
     const auto &argument = schema.arguments()[index];
     const auto *alias = argument.alias_info();
     const bool is_statistics = keeps_statistics && argument.name().starts_with("running_");
-    effects.written[index] = (alias && alias->isWrite() && !is_quiet) || is_statistics || is_received(base, argument);
+    effects.written[index] =
+        (alias && alias->isWrite() && !writes_nothing) || is_statistics || is_received(base, argument);
     effects.writes |= effects.written[index];
     if (keeps_statistics && argument.name() == "training") effects.training = int(index);
     if (argument.name() == "device") effects.device = int(index);

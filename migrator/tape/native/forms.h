@@ -211,7 +211,7 @@ size_t follows(const Words &words, size_t index) {
   }
 }
 
-// A hash of the forms alone: numbers may differ from period to period, as an optimizer's do.
+// A hash of the forms alone: numbers may differ from record to record, as an optimizer's do.
 uint64_t shape_of(const Step &step) {
   uint64_t hash = std::hash<std::string>()(step.effects->name);
   for (size_t index = 1; index < step.words.size(); index += 1 + follows(step.words, index)) {

@@ -24,7 +24,7 @@ struct Pack {
   uint64_t first = 0;  // the byte of the storage at which the tensor begins
   Object key;          // the site
 
-  // What was weakly held of it; null if the graph has let go of that.
+  // What was weakly held of it; null if the graph has released that.
   Object held() const {
     if (!ref) return nullptr;  // to remember it failed
     Object found = checked(PyObject_CallNoArgs(ref.get()));
@@ -40,7 +40,7 @@ struct Pack {
   }
 };
 
-// Of one period.
+// Of one record.
 struct Packs {
   Stops stops;
   std::unordered_map<uint64_t, Pack> all;
@@ -87,7 +87,7 @@ void rescue(const Closure &closure, std::vector<bool> which) {
 
 // ------------------------------------------------------------------------------------- functions
 
-// packs(): none yet; of the period that is recorded.
+// packs(): none yet; of the record under way.
 PyObject *packs(PyObject *, PyObject *) {
   return answer([&] {
     auto made = std::make_unique<Packs>();
@@ -132,11 +132,11 @@ PyObject *note(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
-// forget(packs): what the graph has let go of, and what was held with that.
+// forget(packs): what the graph has released, and what was held with that.
 PyObject *forget(PyObject *, PyObject *of) {
   return answer([&] {
     auto &all = held_by<Packs>(of, kPacks).all;
-    std::vector<Pack> gone;  // destroyed last: whoever is let go of may call us
+    std::vector<Pack> gone;  // destroyed last: whoever is released may call us
     for (auto entry = all.begin(); entry != all.end();) {
       const bool lives = entry->second.held() != nullptr;  // which makes no object: nothing may be noted meanwhile
       if (!lives) gone.push_back(std::move(entry->second));

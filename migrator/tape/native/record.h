@@ -1,6 +1,6 @@
 // What a tape holds. No tensor and no storage of the program's: these are weak.
 //
-// A `Step` is what an operator call has in common with the same call of the next period, or of the next layer: the
+// A `Step` is what an operator call has in common with the same call of the next record, or of the next layer: the
 // operator, its scalars, the forms of its tensors. Each is kept once. A `Call` is what differs: when, where, and which
 // storages in which state.
 #pragma once
@@ -203,7 +203,7 @@ struct Constant {
   std::vector<char> bytes;
 };
 
-struct Period {
+struct Record {
   std::vector<Call> calls;
   std::vector<Use> uses;
   std::vector<Drawn> drawn;
@@ -212,11 +212,11 @@ struct Period {
   Words save_words;
   Storages storages;
   int32_t foreign = 0;     // states that no call of ours made, so far; these count down
-  uint64_t known = 0;      // calls that were the same as in the period before
+  uint64_t known = 0;      // calls that were the same as in the record before
   uint64_t structure = 0;  // a hash of steps and of how they hang together
   uint64_t began = 0;      // ns
   uint64_t number = 0;     // of its kind, in this process
-  uint32_t thread = 0;     // whose period it is
+  uint32_t thread = 0;     // whose record it is
   // What Python's numbers became, by storage: nobody else keeps it, once a tensor is filled with it.
   std::unordered_map<uint32_t, Constant> constants;
   const char *broken = nullptr;  // why it is no true record
@@ -242,7 +242,7 @@ c10::StorageImpl *storage_of(const at::Tensor &tensor) {
   return impl.unsafe_storage().unsafeGetStorageImpl();
 }
 
-std::optional<Use> Period::find(const at::Tensor &tensor) const {
+std::optional<Use> Record::find(const at::Tensor &tensor) const {
   const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
   const uint32_t index = storage ? storages.find(storage) : Storages::kNone;
   if (index == Storages::kNone) return std::nullopt;

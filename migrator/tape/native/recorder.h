@@ -1,4 +1,4 @@
-// Records one period at a time, of the thread that began it and of the backwards that it runs.
+// Makes one record at a time, of the thread that began it and of the backwards that it runs.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -38,7 +38,7 @@ Scratch &scratch_of_thread() {
 // A call under way.
 struct Open {
   const Effects *effects;
-  uint64_t period;  // its number
+  uint64_t record;  // its number
   uint64_t entered, before;
   uint32_t call;
 };
@@ -53,35 +53,35 @@ class Recorder {
   bool begin(bool with_states) {
     std::lock_guard lock(mutex_);
     if (recording) return false;
-    period_ = std::make_unique<Period>();
-    period_->calls.reserve(known_.size() + known_.size() / 8);
-    period_->uses.reserve(uses_before_ + uses_before_ / 8);
-    period_->thread = thread_ = this_thread();
+    record_ = std::make_unique<Record>();
+    record_->calls.reserve(known_.size() + known_.size() / 8);
+    record_->uses.reserve(uses_before_ + uses_before_ / 8);
+    record_->thread = thread_ = this_thread();
     pending_.clear();
-    period_->began = now();
+    record_->began = now();
     with_states_ = with_states;
     cursor_ = 0;
     module = 0;
-    period_->number = ++number_;
+    record_->number = ++number_;
     recording = true;
     return true;
   }
 
-  std::unique_ptr<Period> end() {
+  std::unique_ptr<Record> end() {
     std::lock_guard lock(mutex_);
-    if (!period_) return nullptr;
+    if (!record_) return nullptr;
     recording = false;
     settle([](const Pending &) { return true; });
-    auto period = std::move(period_);
+    auto record = std::move(record_);
     known_.clear();
-    for (Call &call : period->calls) {
-      if (!call.step) period->broken = "an operator was under way when it ended";
+    for (Call &call : record->calls) {
+      if (!call.step) record->broken = "an operator was under way when it ended";
       known_.push_back(call.step);
     }
-    uses_before_ = period->uses.size();
-    period->structure = structure_of(*period);
+    uses_before_ = record->uses.size();
+    record->structure = structure_of(*record);
     sweep();
-    return period;
+    return record;
   }
 
   bool is_of_this_thread() const { return recording && thread_ == this_thread(); }
@@ -91,38 +91,38 @@ class Recorder {
     recording = false;
     new (&mutex_) std::mutex;
     watches().forked();
-    (void)period_.release();
+    (void)record_.release();
   }
 
-  bool is_of_period() const { return this_thread() == thread_ || torch::autograd::get_current_graph_task_id() != -1; }
+  bool is_of_record() const { return this_thread() == thread_ || torch::autograd::get_current_graph_task_id() != -1; }
 
   // Whether the call is recorded.
   bool enter(const c10::OperatorHandle &op, const torch::jit::Stack &stack, Open &open) noexcept {
     open.entered = now();
     Scratch &scratch = scratch_of_thread();
-    if (scratch.busy || !is_of_period()) return false;
+    if (scratch.busy || !is_of_record()) return false;
     std::lock_guard lock(mutex_);
-    if (!period_) return false;
-    if (period_->calls.size() >= kMostCalls) {  // of a program that does something else than it did: to no end, perhaps
-      period_->broken = "it has too many operators";
+    if (!record_) return false;
+    if (record_->calls.size() >= kMostCalls) {  // of a program that does something else than it did: to no end, perhaps
+      record_->broken = "it has too many operators";
       recording = false;
       return false;
     }
     scratch.clear();
-    const size_t uses = period_->uses.size();
+    const size_t uses = record_->uses.size();
     try {
       if (!write_inputs(op, stack, scratch, open)) {
-        period_->uses.resize(uses);
+        record_->uses.resize(uses);
         return false;
       }
       note_call(scratch, stack, open, uint32_t(uses));
     } catch (...) {
-      period_->broken = "an operator's arguments could not be read";
+      record_->broken = "an operator's arguments could not be read";
       return false;
     }
     scratch.busy = true;
     open.before = now();
-    period_->calls[open.call].before = uint32_t(open.before - open.entered);
+    record_->calls[open.call].before = uint32_t(open.before - open.entered);
     return true;
   }
 
@@ -131,14 +131,14 @@ class Recorder {
     Scratch &scratch = scratch_of_thread();
     scratch.busy = false;
     std::lock_guard lock(mutex_);
-    if (!period_ || number_ != open.period) return;
+    if (!record_ || number_ != open.record) return;
     try {
       note_outputs(scratch, stack, open, raised);
     } catch (...) {
-      period_->broken = "an operator's results could not be read";
+      record_->broken = "an operator's results could not be read";
     }
     if (cursor_ < known_.size()) __builtin_prefetch(known_[cursor_].get());  // what is likely to come next
-    Call &call = period_->calls[open.call];
+    Call &call = record_->calls[open.call];
     call.ran = ran - open.before;
     call.after = uint32_t(now() - ran);
   }
@@ -146,7 +146,7 @@ class Recorder {
   // Which storage, in which state, a tensor that is saved has; none where it has none.
   std::optional<Use> saved(const at::Tensor &tensor) {
     std::lock_guard lock(mutex_);
-    if (!period_ || !tensor.defined()) return std::nullopt;
+    if (!record_ || !tensor.defined()) return std::nullopt;
     settle_own();
     Scratch &scratch = scratch_of_thread();
     if (scratch.busy) return std::nullopt;
@@ -154,40 +154,40 @@ class Recorder {
     c10::StorageImpl *storage = write_tensor(scratch, tensor);
     Use use{kNoStorage, kNoVersion, 0};
     if (storage) use = look(*tensor.unsafeGetTensorImpl(), storage, false);
-    period_->saves.push_back(
-        {uint32_t(period_->calls.size()), use, uint32_t(period_->save_words.size()), uint32_t(scratch.words.size())});
-    period_->save_words.insert(period_->save_words.end(), scratch.words.begin(), scratch.words.end());
+    record_->saves.push_back(
+        {uint32_t(record_->calls.size()), use, uint32_t(record_->save_words.size()), uint32_t(scratch.words.size())});
+    record_->save_words.insert(record_->save_words.end(), scratch.words.begin(), scratch.words.end());
     return storage ? std::optional<Use>(use) : std::nullopt;
   }
 
   void position(int64_t number) {
     std::lock_guard lock(mutex_);
-    if (period_) period_->marks.push_back({uint32_t(period_->calls.size()), number, now()});
+    if (record_) record_->marks.push_back({uint32_t(record_->calls.size()), number, now()});
   }
 
   // Somebody wrote what no operator has: into the storage of a tensor, or anywhere.
   void unseen(const at::Tensor *tensor) {
     std::lock_guard lock(mutex_);
-    if (!period_) return;
+    if (!record_) return;
     settle_own();
     const c10::StorageImpl *storage = tensor && tensor->defined() ? storage_of(*tensor) : nullptr;
     watches().was_written(storage);
-    for (uint32_t index = 0; index < period_->storages.all().size(); ++index)
-      if (!tensor || period_->storages[index].storage._unsafe_get_target() == storage) is_foreign(index);
+    for (uint32_t index = 0; index < record_->storages.all().size(); ++index)
+      if (!tensor || record_->storages[index].storage._unsafe_get_target() == storage) is_foreign(index);
   }
 
-  // Values that somebody promises to have, of this period.
+  // Values that somebody promises to have, of this record.
   std::unique_ptr<Stops> stops() {
     std::lock_guard lock(mutex_);
     auto made = std::make_unique<Stops>();
-    made->period = period_ ? number_ : 0;
+    made->record = record_ ? number_ : 0;
     return made;
   }
 
   // One more: a tensor as it is now.
   std::optional<Use> promise(Stops &stops, const at::Tensor &tensor) {
     std::lock_guard lock(mutex_);
-    if (!period_ || stops.period != number_ || scratch_of_thread().busy) return std::nullopt;
+    if (!record_ || stops.record != number_ || scratch_of_thread().busy) return std::nullopt;
     settle_own();
     c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
     if (!storage) return std::nullopt;
@@ -202,10 +202,10 @@ class Recorder {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
     std::lock_guard lock(mutex_);
     Scratch &scratch = scratch_of_thread();
-    if (!period_ || scratch.busy || !is_of_period()) return Refused{"nothing is recorded here"};
-    if (stops && stops->period != number_) return Refused{"what is promised is of another period"};
+    if (!record_ || scratch.busy || !is_of_record()) return Refused{"nothing is recorded here"};
+    if (stops && stops->record != number_) return Refused{"what is promised is of another record"};
     settle_own();
-    Search search(*period_, stops, [this](uint32_t storage) {
+    Search search(*record_, stops, [this](uint32_t storage) {
       return std::none_of(pending_.begin(), pending_.end(), [&](const auto &each) { return each.storage == storage; });
     });
     for (const at::Tensor &target : targets) {
@@ -217,7 +217,7 @@ class Recorder {
     return search(relative);
   }
 
-  // Of a period that is over: what is kept with steps is under this lock.
+  // Of a record that is over: what is kept with steps is under this lock.
   template <typename Function>
   auto alone(Function &&function) {
     std::lock_guard lock(mutex_);
@@ -293,9 +293,9 @@ class Recorder {
     } else if (value.isStorage()) {
       c10::StorageImpl *storage = value.toStorage().unsafeGetStorageImpl();
       scratch.words.push_back(head(kOpaque));
-      uint32_t found = period_->storages.find(storage);
-      if (found == Storages::kNone) found = add(storage, {}, kNoVersion, --period_->foreign);
-      place(scratch, {found, kNoVersion, period_->storages[found].state}, index, element);
+      uint32_t found = record_->storages.find(storage);
+      if (found == Storages::kNone) found = add(storage, {}, kNoVersion, --record_->foreign);
+      place(scratch, {found, kNoVersion, record_->storages[found].state}, index, element);
     } else {
       int32_t count = 0;
       write_other(scratch, value, [&](const c10::IValue &each) {
@@ -307,14 +307,14 @@ class Recorder {
 
   void place(Scratch &scratch, const Use &use, uint16_t index, int32_t element) {
     scratch.places.emplace_back(index, element);
-    period_->uses.push_back(use);
+    record_->uses.push_back(use);
   }
 
   void note_call(Scratch &scratch, const torch::jit::Stack &stack, Open &open, uint32_t uses) {
     const Effects &effects = *open.effects;
     Call call;
-    open.call = uint32_t(period_->calls.size());
-    open.period = number_;
+    open.call = uint32_t(record_->calls.size());
+    open.record = number_;
     if (effects.random) note_random(scratch, effects, stack, open.call);
     call.step = find_step(scratch, effects, stack);
     call.begun = open.entered;
@@ -328,7 +328,7 @@ class Recorder {
     call.grad = c10::GradMode::is_enabled();
     call.threads = threads();
     call.settings = settings();
-    period_->calls.push_back(std::move(call));
+    record_->calls.push_back(std::move(call));
   }
 
   static const c10::IValue *argument(const Effects &effects, const torch::jit::Stack &stack, int index) {
@@ -359,45 +359,45 @@ class Recorder {
     if (!is_given && !device.is_cpu() && !device.has_index())
       if (const Guard *guard = guard_of(device)) device = guard->getDevice();
     const at::Generator generator = is_given ? given->toGenerator() : at::globalContext().defaultGenerator(device);
-    period_->drawn.push_back(state_of(generator, with_states_));
-    period_->drawn.back().call = call;
-    period_->drawn.back().by_default = !is_given;
+    record_->drawn.push_back(state_of(generator, with_states_));
+    record_->drawn.back().call = call;
+    record_->drawn.back().by_default = !is_given;
   }
 
   void note_constant(const torch::jit::Stack &stack, uint32_t use) {
     constexpr size_t kMost = 256;  // bytes
     const at::Tensor &tensor = stack.back().toTensor();
     const c10::StorageImpl *storage = tensor.defined() && tensor.device().is_cpu() ? storage_of(tensor) : nullptr;
-    if (!storage || storage->nbytes() > kMost || period_->uses[use].storage == kNoStorage) return;
+    if (!storage || storage->nbytes() > kMost || record_->uses[use].storage == kNoStorage) return;
     const auto *begin = static_cast<const char *>(storage->data());
-    const auto &[index, version, state] = period_->uses[use];
-    period_->constants[index] = {state, std::vector<char>(begin, begin + storage->nbytes())};
+    const auto &[index, version, state] = record_->uses[use];
+    record_->constants[index] = {state, std::vector<char>(begin, begin + storage->nbytes())};
   }
 
   // ------------------------------------------------------------------------------------- after it ran
 
   void note_outputs(Scratch &scratch, const torch::jit::Stack &stack, const Open &open, bool raised) {
     const Effects &effects = *open.effects;
-    Call &call = period_->calls[open.call];
+    Call &call = record_->calls[open.call];
     call.raised = raised;
-    call.outputs = uint32_t(period_->uses.size());
+    call.outputs = uint32_t(record_->uses.size());
     if (effects.writes) note_writes(scratch, effects, call, open.call, raised);
     if (!raised) {
       const c10::IValue *results = stack.data() + (stack.size() - effects.returns);
       for (size_t index = 0; index < effects.returns; ++index)
         write_output(scratch, effects, call, results[index], open);
     }
-    call.outputs_count = uint32_t(period_->uses.size()) - call.outputs;
+    call.outputs_count = uint32_t(record_->uses.size()) - call.outputs;
     finish_step(scratch, call);
   }
 
   void note_writes(Scratch &scratch, const Effects &effects, const Call &call, uint32_t number, bool raised) {
     for (size_t index = 0; index < scratch.places.size(); ++index) {
-      const Use &use = period_->uses[call.inputs + index];
+      const Use &use = record_->uses[call.inputs + index];
       if (!effects.is_written(call.step->arguments.data(), scratch.places[index].first) || use.storage == kNoStorage)
         continue;
-      Stored &stored = period_->storages[use.storage];
-      stored.state = raised ? --period_->foreign : int32_t(number);
+      Stored &stored = record_->storages[use.storage];
+      stored.state = raised ? --record_->foreign : int32_t(number);
       if (const auto alive = stored.storage.lock()) stored.nbytes = alive->nbytes();
     }
     for (auto &[version, storage] : scratch.written) {
@@ -414,7 +414,7 @@ class Recorder {
       c10::StorageImpl *storage = write_tensor(scratch, tensor);
       Use use{kNoStorage, kNoVersion, 0};
       if (storage) use = made(*tensor.unsafeGetTensorImpl(), storage, scratch, effects, call, open.call);
-      period_->uses.push_back(use);
+      record_->uses.push_back(use);
     } else if (value.isList()) {
       const auto list = value.toListRef();
       scratch.words.push_back(head(kList, list.size()));
@@ -426,15 +426,15 @@ class Recorder {
 
   Use made(const c10::TensorImpl &impl, c10::StorageImpl *storage, const Scratch &scratch, const Effects &effects,
            const Call &call, uint32_t number) {
-    const uint32_t index = period_->storages.find(storage), version = version_of(impl);
+    const uint32_t index = record_->storages.find(storage), version = version_of(impl);
     if (index == Storages::kNone) {
       const uint32_t added = add(storage, impl.version_counter(), version, int32_t(number));
       return {added, version, int32_t(number)};
     }
     const Use *input = nullptr;
     for (size_t each = 0; each < scratch.places.size() && !input; ++each)
-      if (period_->uses[call.inputs + each].storage == index) input = &period_->uses[call.inputs + each];
-    Stored &stored = period_->storages[index];
+      if (record_->uses[call.inputs + each].storage == index) input = &record_->uses[call.inputs + each];
+    Stored &stored = record_->storages[index];
     if (effects.moves_the_tensor && stored.nbytes != storage->nbytes()) {  // it was resized
       stored.nbytes = storage->nbytes();
       stored.state = int32_t(number);
@@ -460,7 +460,7 @@ class Recorder {
       return step.inputs == words.size() && std::memcmp(step.words.data(), words.data(), words.size() * 8) == 0;
     };
     if (cursor_ < known_.size() && has_these(*known_[cursor_])) {
-      ++period_->known;
+      ++record_->known;
       return known_[cursor_++];
     }
     const uint64_t hash = hash_of(words, words.size());
@@ -512,21 +512,21 @@ class Recorder {
     scratch.fresh.reset();
   }
 
-  // Forget steps that neither this period nor a tape has, once they are many.
+  // Forget steps that neither this record nor a tape has, once they are many.
   void sweep() {
     if (steps_.size() < 2 * swept_ + 1024) return;
     std::erase_if(steps_, [](const auto &each) { return each.second.use_count() == 1; });
     swept_ = steps_.size();
   }
 
-  static uint64_t structure_of(const Period &period) {
-    uint64_t hash = period.calls.size();
-    for (size_t number = 0; number < period.calls.size(); ++number) {
-      const Call &call = period.calls[number];
+  static uint64_t structure_of(const Record &record) {
+    uint64_t hash = record.calls.size();
+    for (size_t number = 0; number < record.calls.size(); ++number) {
+      const Call &call = record.calls[number];
       if (!call.step) continue;
       hash = mix(hash, call.step->shape);
       for (size_t index = 0; index < call.step->places.size(); ++index) {
-        const int32_t state = period.uses[call.inputs + index].state;
+        const int32_t state = record.uses[call.inputs + index].state;
         hash = mix(hash, state >= 0 ? number - uint64_t(state) : 0);
       }
     }
@@ -537,7 +537,7 @@ class Recorder {
 
   uint32_t add(c10::StorageImpl *storage, const c10::VariableVersion &counter, uint32_t version, int32_t state) {
     auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
-    return period_->storages.add({c10::weak_intrusive_ptr<c10::StorageImpl>(strong), Counter(counter), version, state,
+    return record_->storages.add({c10::weak_intrusive_ptr<c10::StorageImpl>(strong), Counter(counter), version, state,
                                   storage->nbytes(), false});
   }
 
@@ -545,10 +545,10 @@ class Recorder {
   // 0.
   uint32_t &seen(uint32_t index, const c10::VariableVersion &version) {
     const void *counter = counter_of(version);
-    Stored &stored = period_->storages[index];
+    Stored &stored = record_->storages[index];
     if (stored.counter == counter) return stored.seen;
     stored.has_others = true;
-    auto &others = period_->storages.others[index];
+    auto &others = record_->storages.others[index];
     for (Other &other : others)
       if (other.counter == counter) return other.seen;
     constexpr size_t kMost = 8;
@@ -557,16 +557,16 @@ class Recorder {
     return others.back().seen;
   }
 
-  int32_t is_foreign(uint32_t index) { return period_->storages[index].state = --period_->foreign; }
+  int32_t is_foreign(uint32_t index) { return record_->storages[index].state = --record_->foreign; }
 
   // A tensor as an operator finds it. `counted_before`: its version has been counted up for that operator already.
   Use look(const c10::TensorImpl &impl, c10::StorageImpl *storage, bool counted_before) {
     const uint32_t version = version_of(impl);
     const c10::VariableVersion &counter = impl.version_counter();
-    uint32_t index = period_->storages.find(storage);
+    uint32_t index = record_->storages.find(storage);
     if (index == Storages::kNone) {
-      index = add(storage, counter, version, --period_->foreign);
-      return {index, version, period_->foreign};
+      index = add(storage, counter, version, --record_->foreign);
+      return {index, version, record_->foreign};
     }
     if (version != kNoVersion && version != seen(index, counter)) {
       if (!pending_.empty()) settle([&](const Pending &each) { return each.storage == index; });
@@ -574,7 +574,7 @@ class Recorder {
       if (version != before && !(counted_before && version == before + 1)) is_foreign(index);
       before = version;
     }
-    Stored &stored = period_->storages[index];
+    Stored &stored = record_->storages[index];
     if (stored.nbytes != storage->nbytes()) {
       stored.nbytes = storage->nbytes();
       is_foreign(index);
@@ -594,9 +594,9 @@ class Recorder {
       const uint32_t version = pending.version.current_version();
       if (version != before && version != before + 1 && !pending.any) is_foreign(pending.storage);
       before = version;
-      const Call &call = period_->calls[pending.call];
+      const Call &call = record_->calls[pending.call];
       for (uint32_t each = 0; each < call.outputs_count; ++each) {
-        Use &use = period_->uses[call.outputs + each];
+        Use &use = record_->uses[call.outputs + each];
         if (use.storage == pending.storage && use.version != kNoVersion) use.version = version;
       }
       pending = std::move(pending_.back());
@@ -610,7 +610,7 @@ class Recorder {
   }
 
   std::mutex mutex_;
-  std::unique_ptr<Period> period_;
+  std::unique_ptr<Record> record_;
   std::atomic<uint32_t> thread_ = UINT32_MAX;
   uint64_t number_ = 0;
   bool with_states_ = false;
@@ -618,7 +618,7 @@ class Recorder {
   std::unordered_multimap<uint64_t, StepPointer> steps_;  // by what they are called with
   uint64_t steps_made_ = 0;
   size_t swept_ = 0;
-  std::vector<StepPointer> known_;  // of the period before
+  std::vector<StepPointer> known_;  // of the record before
   size_t cursor_ = 0, uses_before_ = 0;
   std::vector<Pending> pending_;
 };

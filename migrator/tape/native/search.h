@@ -19,8 +19,8 @@ class Search {
 
   // `is_settled`: whether all that has been written to a storage so far has been counted.
   template <typename IsSettled>
-  Search(const Period &period, const Stops *stops, IsSettled &&is_settled)
-      : period_(period), stops_(stops), is_settled_(is_settled), made_(std::make_unique<Closure>()) {}
+  Search(const Record &record, const Stops *stops, IsSettled &&is_settled)
+      : record_(record), stops_(stops), is_settled_(is_settled), made_(std::make_unique<Closure>()) {}
 
   // Whether a tensor of this form can be made again.
   static bool wants(const Words &words) {
@@ -89,7 +89,7 @@ class Search {
     }
     bool found = false;
     for (const auto &[use, slot] : written_) {
-      const Stored &stored = period_.storages[use.storage];
+      const Stored &stored = record_.storages[use.storage];
       const uint64_t key = key_of(use.storage, use.state);
       const bool is_wanted = std::any_of(wanted_.begin(), wanted_.end(), [&, of = use](const Use &each) {
         return each.storage == of.storage && each.state == of.state;
@@ -126,7 +126,7 @@ class Search {
   // Whether a storage is one that is refilled, and full, as it was then.
   bool is_refilled(const Use &use) const {
     if (!stops_ || stops_->refilled.empty()) return false;
-    const Stored &stored = period_.storages[use.storage];
+    const Stored &stored = record_.storages[use.storage];
     if (stored.state != use.state || !stops_->refilled.count(stored.storage._unsafe_get_target())) return false;
     const auto storage = stored.storage.lock();
     return storage && storage->nbytes() > 0;
@@ -134,9 +134,9 @@ class Search {
 
   void add(const Relative &relative) {
     if (relative.first > uint32_t(newest_)) return;
-    const Call &call = period_.calls[uint32_t(newest_) - relative.first];
+    const Call &call = record_.calls[uint32_t(newest_) - relative.first];
     if (relative.second >= call.outputs_count) return;
-    const Use &use = period_.uses[call.outputs + relative.second];
+    const Use &use = record_.uses[call.outputs + relative.second];
     if (use.storage != kNoStorage && use.state >= 0) relative_.put(key_of(use.storage, use.state), 0);
   }
 
@@ -169,7 +169,7 @@ class Search {
   }
 
   void visit(uint32_t number) {
-    const Call &call = period_.calls[number];
+    const Call &call = record_.calls[number];
     if (!call.step) throw Refused{"an operator could not be read"};
     const Recipe &recipe = recipe_of(*call.step);
     if (!recipe.refusal.empty()) refuse(call, recipe.refusal);
@@ -178,7 +178,7 @@ class Search {
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
       if (!of.stored || of.access >= Access::kCovers) continue;
-      const Use &use = period_.uses[call.inputs + input];
+      const Use &use = record_.uses[call.inputs + input];
       if (use.state >= int32_t(number)) refuse(call, "somebody else wrote while it ran");
       if (use.state >= 0 && !is_stop(key_of(use.storage, use.state)) && !is_refilled(use)) mark(use.state);
     }
@@ -193,7 +193,7 @@ class Search {
   }
 
   void forward(uint32_t number) {
-    const Call &call = period_.calls[number];
+    const Call &call = record_.calls[number];
     const Recipe &recipe = *call.step->recipe;
     Closure &made = *made_;
     Called called{call.step, &recipe, number};
@@ -203,7 +203,7 @@ class Search {
     place(call, recipe);
     note_draw(call, recipe, called);
     called.inputs = uint32_t(made.wires.size());
-    const Use *uses = &period_.uses[call.inputs];
+    const Use *uses = &record_.uses[call.inputs];
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
       made.wires.push_back(of.stored ? see(call, of, uses[input], Form{&call.step->words[of.word]}) : -1);
@@ -213,7 +213,7 @@ class Search {
     called.outputs = uint32_t(made.wires.size());
     for (size_t output = 0; output < recipe.outputs.size(); ++output) {
       const Recipe::Output &of = recipe.outputs[output];
-      const int32_t slot = of.stored ? make(call, recipe, of, period_.uses[call.outputs + output], number) : -1;
+      const int32_t slot = of.stored ? make(call, recipe, of, record_.uses[call.outputs + output], number) : -1;
       made.wires.push_back(slot);
       touch(slot);
     }
@@ -246,9 +246,9 @@ class Search {
 
   void note_draw(const Call &call, const Recipe &recipe, Called &called) {
     if (!recipe.random) return;
-    const auto found = std::lower_bound(period_.drawn.begin(), period_.drawn.end(), called.number,
+    const auto found = std::lower_bound(record_.drawn.begin(), record_.drawn.end(), called.number,
                                         [](const Drawn &each, uint32_t number) { return each.call < number; });
-    if (found == period_.drawn.end() || found->call != called.number) refuse(call, "nobody knows what it drew");
+    if (found == record_.drawn.end() || found->call != called.number) refuse(call, "nobody knows what it drew");
     const bool is_known = found->device_type != int8_t(c10::DeviceType::CPU) || found->state.defined();
     if (!is_known) refuse(call, "the state that its generator was in was not noted");
     called.drawn = int32_t(made_->drawn.size());
@@ -311,7 +311,7 @@ class Search {
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
       if (!of.stored) continue;
-      const int32_t slot = keys_.find(key_of(period_.uses[call.inputs + input].storage, int32_t(number)));
+      const int32_t slot = keys_.find(key_of(record_.uses[call.inputs + input].storage, int32_t(number)));
       if (of.access == Access::kCovers) unset_.write_all(slot);
       if (of.access == Access::kOverwrites) unset_.write(slot, Form{&call.step->words[of.word]});
     }
@@ -330,7 +330,7 @@ class Search {
     c10::Device device;
   };
 
-  const Period &period_;
+  const Record &record_;
   const Stops *stops_;
   const std::function<bool(uint32_t)> is_settled_;
   std::unique_ptr<Closure> made_;
@@ -393,11 +393,11 @@ uint64_t alignment_of(const c10::StorageImpl &storage) {
 
 // Finds the storage of a leaf, if it is as it was.
 void Search::hold(Leaf &leaf, Watched &watched) const {
-  const Stored &stored = period_.storages[leaf.use.storage];
+  const Stored &stored = record_.storages[leaf.use.storage];
   if (leaf.use.state >= 0) {
-    const Call &call = period_.calls[uint32_t(leaf.use.state)];
+    const Call &call = record_.calls[uint32_t(leaf.use.state)];
     for (uint32_t output = 0; output < call.outputs_count && !leaf.relative; ++output) {
-      const Use &use = period_.uses[call.outputs + output];
+      const Use &use = record_.uses[call.outputs + output];
       if (use.storage == leaf.use.storage && use.state == leaf.use.state)
         leaf.relative = Relative(uint32_t(newest_ - leaf.use.state), output);
     }
@@ -410,7 +410,7 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
   bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
                  is_settled_(leaf.use.storage) && watched.counts(stored.counter, stored.seen);
   if (is_same && stored.has_others)
-    for (const Other &other : period_.storages.others.at(leaf.use.storage))
+    for (const Other &other : record_.storages.others.at(leaf.use.storage))
       is_same = is_same && watched.counts(other.counter, other.seen);
   if (is_same) {
     watched.storage = stored.storage;
@@ -422,8 +422,8 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     leaf.not_on = stored.storage;
     return;
   }
-  const auto constant = period_.constants.find(leaf.use.storage);
-  if (constant != period_.constants.end() && constant->second.state == leaf.use.state) {
+  const auto constant = record_.constants.find(leaf.use.storage);
+  if (constant != record_.constants.end() && constant->second.state == leaf.use.state) {
     leaf.constant = constant->second.bytes;
     if (leaf.constant.size() == leaf.nbytes) return;
   }

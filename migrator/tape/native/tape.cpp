@@ -1,4 +1,4 @@
-// The module `tape`: begins and ends periods, and hands over what they were; see `migrator/tape/tape.py`.
+// The module `tape`: begins and ends records, and hands over what they were; see `migrator/tape/tape.py`.
 //
 // One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to
 // compile, and somebody waits for that. Everything here runs with the interpreter's lock held; the recorder does not
@@ -11,7 +11,7 @@
 
 namespace {
 
-// ------------------------------------------------------------------------------------- what a period was
+// ------------------------------------------------------------------------------------- what a record holds
 
 Object dtype(uint64_t type) { return borrowed(reinterpret_cast<PyObject *>(torch::getTHPDtype(at::ScalarType(type)))); }
 
@@ -97,19 +97,19 @@ Object bytes(const std::vector<Item> &items) {
   return checked(PyBytes_FromStringAndSize(reinterpret_cast<const char *>(items.data()), items.size() * sizeof(Item)));
 }
 
-size_t nbytes_of(const Period &period) {
+size_t nbytes_of(const Record &record) {
   constexpr size_t kStorageImpl = sizeof(c10::StorageImpl);  // what a weak reference keeps of a storage that is gone
-  return sizeof(Period) + period.calls.capacity() * sizeof(Call) + period.uses.capacity() * sizeof(Use) +
-         period.storages.nbytes() + period.storages.all().size() * kStorageImpl +
-         period.saves.capacity() * sizeof(Save) + period.save_words.capacity() * sizeof(uint64_t) +
-         period.drawn.capacity() * sizeof(Drawn);
+  return sizeof(Record) + record.calls.capacity() * sizeof(Call) + record.uses.capacity() * sizeof(Use) +
+         record.storages.nbytes() + record.storages.all().size() * kStorageImpl +
+         record.saves.capacity() * sizeof(Save) + record.save_words.capacity() * sizeof(uint64_t) +
+         record.drawn.capacity() * sizeof(Drawn);
 }
 
-Object contents(const Period &period) {
+Object contents(const Record &record) {
   std::unordered_map<const Step *, uint32_t> places;
   std::vector<const Step *> steps;
   std::vector<Packed> calls;
-  for (const Call &call : period.calls) {
+  for (const Call &call : record.calls) {
     if (!call.step) continue;
     const auto [found, is_new] = places.emplace(call.step.get(), uint32_t(steps.size()));
     if (is_new) steps.push_back(call.step.get());
@@ -118,9 +118,9 @@ Object contents(const Period &period) {
                      call.graph_task, call.waits, call.raised, 0, 0});
   }
   std::vector<uint64_t> nbytes;
-  for (const Stored &stored : period.storages.all()) nbytes.push_back(stored.nbytes);
+  for (const Stored &stored : record.storages.all()) nbytes.push_back(stored.nbytes);
   const auto save = [&](const Save &each) {
-    Object all = forms(period.save_words, each.words, each.words + each.words_count);
+    Object all = forms(record.save_words, each.words, each.words + each.words_count);
     Object first = PyList_GET_SIZE(all.get()) ? checked(PySequence_GetItem(all.get(), 0)) : none();
     return tuple(number(int64_t(each.position)), number(int64_t(int32_t(each.use.storage))),
                  number(int64_t(int32_t(each.use.version))), number(int64_t(each.use.state)), first);
@@ -138,28 +138,28 @@ Object contents(const Period &period) {
   Object parts = checked(PyTuple_New(12));
   size_t next = 0;
   const auto add = [&](Object part) { PyTuple_SET_ITEM(parts.get(), next++, part.release()); };
-  add(number(int64_t(period.thread)));
-  add(number(period.began));
-  add(number(period.known));
-  add(number(period.structure));
-  add(period.broken ? text(period.broken) : none());
+  add(number(int64_t(record.thread)));
+  add(number(record.began));
+  add(number(record.known));
+  add(number(record.structure));
+  add(record.broken ? text(record.broken) : none());
   add(bytes(calls));
-  add(bytes(period.uses));
+  add(bytes(record.uses));
   add(bytes(nbytes));
   add(list_of(steps, [](const Step *each) { return step(*each); }));
-  add(list_of(period.saves, save));
-  add(list_of(period.marks, mark));
-  add(list_of(period.drawn, drawn));
+  add(list_of(record.saves, save));
+  add(list_of(record.marks, mark));
+  add(list_of(record.drawn, drawn));
   return parts;
 }
 
-Period &period_of(PyObject *capsule) {
-  auto *period = static_cast<Period *>(PyCapsule_GetPointer(capsule, kPeriod));
-  if (!period) throw InPython();
-  return *period;
+Record &record_of(PyObject *capsule) {
+  auto *record = static_cast<Record *>(PyCapsule_GetPointer(capsule, kRecord));
+  if (!record) throw InPython();
+  return *record;
 }
 
-void drop(PyObject *capsule) { delete static_cast<Period *>(PyCapsule_GetPointer(capsule, kPeriod)); }
+void drop(PyObject *capsule) { delete static_cast<Record *>(PyCapsule_GetPointer(capsule, kRecord)); }
 
 // ------------------------------------------------------------------------------------- functions
 
@@ -187,14 +187,14 @@ PyObject *begin(PyObject *, PyObject *with_states) {
   });
 }
 
-// end(): the period that is over, as a capsule; None where none was recorded.
+// end(): the record that is over, as a capsule; None where none was recorded.
 PyObject *end(PyObject *, PyObject *) {
   return answer([&] {
     c10::impl::tls_set_dispatch_key_included(kKey, clock_of_operators().is_of_this_thread());
-    auto period = recorder().end();
-    if (!period) return none();
-    Object capsule = checked(PyCapsule_New(period.get(), kPeriod, drop));
-    (void)period.release();
+    auto record = recorder().end();
+    if (!record) return none();
+    Object capsule = checked(PyCapsule_New(record.get(), kRecord, drop));
+    (void)record.release();
     return capsule;
   });
 }
@@ -285,36 +285,36 @@ PyObject *unseen(PyObject *, PyObject *object) {
   });
 }
 
-// contents(period): all of it, for `tape.py`.
-PyObject *contents_(PyObject *, PyObject *period) {
-  return answer([&] { return contents(period_of(period)); });
+// contents(record): all of it, for `tape.py`.
+PyObject *contents_(PyObject *, PyObject *record) {
+  return answer([&] { return contents(record_of(record)); });
 }
 
-// find(period, tensor): its storage, version and state on that tape; None where it is not as it was left.
+// find(record, tensor): its storage, version and state on that tape; None where it is not as it was left.
 PyObject *find(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
-    TORCH_CHECK(count == 2, "find(period, tensor)");
-    return use(period_of(args[0]).find(tensor_of(args[1])));
+    TORCH_CHECK(count == 2, "find(record, tensor)");
+    return use(record_of(args[0]).find(tensor_of(args[1])));
   });
 }
 
-// is_alive(period, storage): whether anybody still has that storage.
+// is_alive(record, storage): whether anybody still has that storage.
 PyObject *is_alive(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
-    TORCH_CHECK(count == 2, "is_alive(period, storage)");
-    const Period &period = period_of(args[0]);
+    TORCH_CHECK(count == 2, "is_alive(record, storage)");
+    const Record &record = record_of(args[0]);
     const auto index = size_t(integer_of(args[1]));
-    TORCH_CHECK(index < period.storages.all().size(), "no such storage");
-    return truth(!period.storages[uint32_t(index)].storage.expired());
+    TORCH_CHECK(index < record.storages.all().size(), "no such storage");
+    return truth(!record.storages[uint32_t(index)].storage.expired());
   });
 }
 
-// sizes(period): its calls, its bytes, and the number and the bytes of all steps that are known.
+// sizes(record): its calls, its bytes, and the number and the bytes of all steps that are known.
 PyObject *sizes(PyObject *, PyObject *object) {
   return answer([&] {
-    const Period &period = period_of(object);
+    const Record &record = record_of(object);
     const auto [steps, bytes] = recorder().steps();
-    return tuple(number(uint64_t(period.calls.size())), number(uint64_t(nbytes_of(period))), number(uint64_t(steps)),
+    return tuple(number(uint64_t(record.calls.size())), number(uint64_t(nbytes_of(record))), number(uint64_t(steps)),
                  number(uint64_t(bytes)));
   });
 }

@@ -52,7 +52,7 @@ def test_where_everything_is_kept_the_step_is_ideal() -> None:
     assert result.peak == {"hbm": 400, "dram": 0, "nvme": 0}
 
 
-def test_hbm_is_let_go_late_and_compute_waits_for_the_copy() -> None:
+def test_hbm_is_released_late_and_compute_waits_for_the_copy() -> None:
     """Storage 0 leaves from 1 to 11. At 4 the room asks for it: compute waits 7 seconds, until 11.
 
     The first use, at 12, makes room: it comes back from then to 22, and is needed 3 seconds after 12.
@@ -81,7 +81,7 @@ def test_nothing_comes_back_before_its_in_trigger() -> None:
     assert result.seconds == 10.0 + 7.0 + 8.0
 
 
-def test_where_there_is_room_nothing_is_let_go() -> None:
+def test_where_there_is_room_nothing_is_released() -> None:
     result = played(plan(0, 1, 2, 3), replace(LINKS, d2h=1000.0, both=1010.0))
     assert result.seconds == 10.0
     assert result.peak["hbm"] == 400
@@ -125,7 +125,7 @@ def test_both_ways_out_run_side_by_side() -> None:
 
 def test_what_dram_turns_out_not_to_hold_is_staged_though_there_is_a_direct_way() -> None:
     made = plan(0, 1, room=200)
-    past = played(made, replace(DIRECT, dram=made.parcel_bytes - 1))
+    past = played(made, replace(DIRECT, dram=made.stored_bytes - 1))
     assert past.busy["disk_write"] > 0
     assert past.busy["gds_write"] == 0
 
@@ -134,7 +134,7 @@ def test_what_dram_does_not_hold_goes_on_to_the_disk_what_is_needed_last_first()
     """Plans were made as if DRAM held all that NVMe does: of 0.29 s a step 2.4 came."""
     made = plan(0, 1, room=200)
     in_dram = played(made)
-    past = played(made, replace(LINKS, dram=made.parcel_bytes - 1))
+    past = played(made, replace(LINKS, dram=made.stored_bytes - 1))
     assert (in_dram.busy["disk_write"], in_dram.peak["nvme"]) == (0, 0)
     (last,) = (group for group in made.groups if group.first_use == max(group.first_use for group in made.groups))
     assert past.busy["disk_write"] == last.nbytes / LINKS.disk_write
@@ -148,7 +148,7 @@ def test_what_is_never_needed_again_goes_on_first() -> None:
     assert past_dram((never, soon), PAGE) == {0}
 
 
-def test_what_is_in_use_is_not_let_go_for_what_is_saved_in_backward() -> None:
+def test_what_is_in_use_is_not_released_for_what_is_saved_in_backward() -> None:
     """As by a program's own checkpoint: what had not left by then was taken off a second time."""
     sites = (Site("a:0", 0, 100, 0, (2,)), Site("b:0", 1, 300, 3, (5,)), Site("c:0", 2, 1, 1, (4,)))
     trace = Trace(sites, 6, times=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), seconds=7.0, others=(0,) * 7)
@@ -190,7 +190,7 @@ def test_what_is_used_before_its_group_has_left_waits_for_nothing() -> None:
 
 
 def test_memory_that_is_still_copied_when_it_was_used_for_the_last_time_is_waited_for() -> None:
-    """vDNN++ on a long context took 1456 ms and was told 991: most of what it sends never had to leave."""
+    """vDNN++ on a long context took 1456 ms and was told 991: most of what it offloads never had to leave."""
     trace = Trace((Site("a:0", 0, 100, 0, (1,)),), 3, times=(1.0, 2.0, 3.0), seconds=4.0, others=(0,) * 4)
     result = played(replace(make_plan("", trace, {0}, 0), room=100), trace=trace)
     ((begin, end, *back),) = result.moves

@@ -87,7 +87,7 @@ def test_a_program_prints_the_same_losses_and_moves(run: Path) -> None:
 
 
 def test_with_keep_nothing_moves(tmp_path: Path) -> None:
-    """Nor while the first periods are recorded, which would have the allocator see another program."""
+    """Nor while the first iterations are recorded, which would have the allocator see another program."""
     done = tiered(TRAIN, TIERS_POLICY="keep", TIERS_HBM=SMALL, TIERS_RUN=tmp_path)
     assert done.returncode == 0, done.stderr
     assert stats_of(tmp_path)["periods"] == 6
@@ -364,7 +364,7 @@ def test_tiers_that_are_full_are_told_with_their_names_and_sizes(tmp_path: Path)
     disk = {"TIERS_DRAM": "2MiB", "TIERS_NVME": "4MiB", "TIERS_NVME_PATH": nvme}
     done = tiered(TRAIN, TIERS_POLICY="move", TIERS_HBM=SMALL, TIERS_RUN=run, **disk)
     assert done.returncode == 0
-    assert done.stderr.count("stays in hbm") == 1
+    assert done.stderr.count("stay in hbm") == 1
     assert f"tier dram and nvme at {nvme} is full: " in done.stderr and "raise TIERS_DRAM or TIERS_NVME" in done.stderr
     assert stats_of(run)["steps"] == 6
     assert list(nvme.iterdir()) == []
@@ -383,7 +383,7 @@ def plainly() -> str:
 def test_less_dram_than_a_plan_wants_does_not_end_training(policy: str, dram: str, plainly: str) -> None:
     done = tiered(TRAIN, TIERS_POLICY=policy, TIERS_HBM=SMALL, TIERS_DRAM=dram)
     assert (done.returncode, done.stdout) == (0, plainly), done.stderr
-    assert done.stderr.count("what it has no room for stays in hbm") == 1
+    assert done.stderr.count("tensors that it has no room for stay in hbm") == 1
 
 
 def test_a_group_that_is_larger_than_all_of_dram_stays_in_hbm() -> None:

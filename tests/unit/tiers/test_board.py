@@ -83,7 +83,7 @@ def test_a_board_that_is_no_state_is_passed_over(tmp_path: Path) -> None:
 
 def test_where_nobody_can_write_the_monitor_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitor = Monitor(watch(), Board(tmp_path / "nowhere" / "at all"))
-    monitor.period_over([], {})
+    monitor.iteration_over([], {})
     assert eventually(lambda: monitor.watch.steps > 0)
     monitor.close()
     assert not caplog.records

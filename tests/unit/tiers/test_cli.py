@@ -271,14 +271,14 @@ def test_report_tells_steps_under_the_last_plan_apart(tmp_path, capsys, settled,
     assert text in capsys.readouterr().out.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("periods", "moved", "stalled"), [(5, "2.0 GiB", "1.0 ms"), (4, "4.0 GiB", "25.0 ms")])
-def test_report_tells_what_a_period_moves_under_the_last_plan_once_there_were_some(
-    tmp_path, capsys, periods, moved, stalled
+@pytest.mark.parametrize(("iterations", "moved", "stalled"), [(5, "2.0 GiB", "1.0 ms"), (4, "4.0 GiB", "25.0 ms")])
+def test_report_tells_what_an_iteration_moves_under_the_last_plan_once_there_were_some(
+    tmp_path, capsys, iterations, moved, stalled
 ):
-    """The first periods move all that is saved, and wait for it: of 20 steps they made up most."""
-    lanes = {"d2h": 2 * periods * GiB, "h2d": 0, "disk_write": 0, "disk_read": 0}
-    settled = {"periods": periods, "moved": lanes, "stalled_s": {"disk_read": periods * 1e-3}}
-    step = STATS["step_s"] | {"settled": {"median": 0.4, "steps": periods}}
+    """The first iterations move all that is saved, and wait for it: of 20 steps they made up most."""
+    lanes = {"d2h": 2 * iterations * GiB, "h2d": 0, "disk_write": 0, "disk_read": 0}
+    settled = {"periods": iterations, "moved": lanes, "stalled_s": {"disk_read": iterations * 1e-3}}
+    step = STATS["step_s"] | {"settled": {"median": 0.4, "steps": iterations}}
     (tmp_path / "stats.json").write_text(json.dumps(STATS | {"settled": settled, "step_s": step}))
     assert main(["report", str(tmp_path)]) == 0
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
@@ -288,7 +288,7 @@ def test_report_tells_what_a_period_moves_under_the_last_plan_once_there_were_so
 
 @pytest.mark.parametrize(
     ("staged", "direct", "said"),
-    [(0, 0, None), (GiB, 0, "nvme takes 1.0 GiB a period, 7.0 TiB an hour"), (GiB, GiB, "2.0 GiB a period")],
+    [(0, 0, None), (GiB, 0, "nvme takes 1.0 GiB an iteration, 7.0 TiB an hour"), (GiB, GiB, "2.0 GiB an iteration")],
 )
 def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct, said):
     """Drives wear: what a step writes adds up over the hours."""
@@ -315,7 +315,7 @@ def test_report_does_without_what_accounts_for_the_plan(tmp_path, capsys, monkey
     (tmp_path / "trace.json").write_text(trace.to_json())
     (tmp_path / "plan.json").write_text(POLICIES["move"](trace, 40 * GiB, links_from({}, disk=False)).to_json())
     assert main(["report", str(tmp_path / "stats.json")]) == 0  # the file will do as well as its directory
-    assert "a period, as it was predicted" in capsys.readouterr().out
+    assert "an iteration, as it was predicted" in capsys.readouterr().out
     monkeypatch.setenv("TIERS_HBM", "much")
     assert main(["report", str(tmp_path)]) == 0
     assert "no account of the plan: hbm.capacity" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.by_hand import eventually
-from tests.unit.monitors import Clock, MiB, Spoken, period, watch
+from tests.unit.monitors import Clock, MiB, Spoken, iteration, watch
 from torch_tiers.config import Config, ConfigError, MonitorConfig
 from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.telemetry.transfers import Transfer
@@ -26,10 +26,10 @@ def running() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "tiers-monitor"]
 
 
-def test_the_thread_starts_with_the_first_period_and_ends_with_the_session() -> None:
+def test_the_thread_starts_with_the_first_iteration_and_ends_with_the_session() -> None:
     monitor = Monitor(watch())
     assert not running()
-    assert monitor.period_over([], {}) == Response()
+    assert monitor.iteration_over([], {}) == Response()
     assert running()
     monitor.close()
     monitor.close()
@@ -44,11 +44,11 @@ def test_the_thread_answers() -> None:
     def backed_off() -> bool:
         clock.now += 1
         transfers = [Transfer("h2d", 64 * MiB, 0.0, 3.0)]
-        return monitor.period_over(transfers, {}).ahead is not None
+        return monitor.iteration_over(transfers, {}).ahead is not None
 
     assert eventually(backed_off)
     monitor.close()
-    assert monitor.period_over([], {}) == Response()
+    assert monitor.iteration_over([], {}) == Response()
 
 
 def dear(seconds: float) -> Spoken:
@@ -67,10 +67,10 @@ def test_a_sensor_whose_look_is_dear_is_looked_at_less_often() -> None:
     clock, sensor = Clock(), dear(0.06)
     watched = watch(sensor, clock=clock)
     for _ in range(5):
-        period(watched, clock)
+        iteration(watched, clock)
     assert sensor.reads == 1
     for _ in range(30):
-        period(watched, clock)
+        iteration(watched, clock)
     assert sensor.reads == 2
 
 
@@ -81,7 +81,7 @@ def test_the_thread_takes_little_of_a_core(monkeypatch: pytest.MonkeyPatch) -> N
     monitor = Monitor(watch(sensor, clock=time.monotonic))
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
-        monitor.period_over([Transfer("h2d", 64 * MiB, 0.0, 1.0)], {})
+        monitor.iteration_over([Transfer("h2d", 64 * MiB, 0.0, 1.0)], {})
         time.sleep(0.005)
     assert 1 <= sensor.reads <= 5, "50 ms at once, and 10 in a second"
     monitor.close()
@@ -94,7 +94,7 @@ def test_a_look_that_is_dear_does_not_blind_the_thread() -> None:
     begin = time.monotonic()
 
     def stepped() -> bool:
-        monitor.period_over([Transfer("h2d", 64 * MiB, 0.0, 1.0)], {})
+        monitor.iteration_over([Transfer("h2d", 64 * MiB, 0.0, 1.0)], {})
         return watched.steps >= 5
 
     assert eventually(stepped)
@@ -110,8 +110,8 @@ def test_a_thread_that_dies_hurts_nobody(caplog: pytest.LogCaptureFixture, monke
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(watched, "tick", die)
-    assert eventually(lambda: monitor.period_over([], {}) == Response() and not running())
-    assert monitor.period_over([], {}) == Response()
+    assert eventually(lambda: monitor.iteration_over([], {}) == Response() and not running())
+    assert monitor.iteration_over([], {}) == Response()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "the monitor has ended, training goes on without it: RuntimeError: out of luck"
     monitor.close()
@@ -125,7 +125,7 @@ def test_where_no_thread_can_be_had_training_goes_on(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monitor = Monitor(watch())
-    assert [monitor.period_over([], {}) for _ in range(3)] == [Response()] * 3
+    assert [monitor.iteration_over([], {}) for _ in range(3)] == [Response()] * 3
     monitor.close()
     assert len(caplog.records) == 1
 
@@ -140,10 +140,10 @@ def test_a_thread_that_hangs_holds_nothing_back(monkeypatch: pytest.MonkeyPatch)
         return Response(2)
 
     monkeypatch.setattr(watched, "tick", hang)
-    monitor.period_over([], {})
+    monitor.iteration_over([], {})
     monitor._response = Response(2)  # what it had said before
     monkeypatch.setattr("torch_tiers.monitor.thread.LOST", 0.05)
-    assert eventually(lambda: monitor.period_over([], {}) == Response())
+    assert eventually(lambda: monitor.iteration_over([], {}) == Response())
     go_on.set()
     monitor.close()
 
@@ -199,7 +199,7 @@ def test_a_session_runs_its_monitor(caplog: pytest.LogCaptureFixture) -> None:
         assert session.stats()["monitor"] is None
 
 
-def test_threads_that_end_their_first_period_at_once_start_one_monitor() -> None:
+def test_threads_that_end_their_first_iteration_at_once_start_one_monitor() -> None:
     class Sleepy(Watch):
         def __init__(self) -> None:
             self.threads: set[int] = set()
@@ -211,15 +211,15 @@ def test_threads_that_end_their_first_period_at_once_start_one_monitor() -> None
             self.threads.add(threading.get_ident())
             return Response()
 
-    def first_period(monitor: Monitor, barrier: threading.Barrier) -> None:
+    def first_iteration(monitor: Monitor, barrier: threading.Barrier) -> None:
         barrier.wait()
-        monitor.period_over([], {})
+        monitor.iteration_over([], {})
 
     for _ in range(20):
         watch, barrier = Sleepy(), threading.Barrier(4)
         monitor = Monitor(watch)
         with ThreadPoolExecutor(4) as pool:
-            for done in [pool.submit(first_period, monitor, barrier) for _ in range(4)]:
+            for done in [pool.submit(first_iteration, monitor, barrier) for _ in range(4)]:
                 done.result()
         assert eventually(lambda watch=watch: watch.threads)  # type: ignore[misc]
         monitor.close()

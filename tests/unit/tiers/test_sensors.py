@@ -335,7 +335,7 @@ def test_what_is_moved_is_counted_by_lane_and_together() -> None:
     )
 
 
-def test_periods_that_nobody_reads_do_not_pile_up() -> None:
+def test_iterations_that_nobody_reads_do_not_pile_up() -> None:
     sensor = Copies(Calibration(), Ticks())
     for _ in range(10_000):
         sensor.feed([], {})

@@ -58,7 +58,7 @@ def test_two_jobs_train_side_by_side_though_the_first_holds_nearly_all_dram(
     assert (second.returncode, second.stdout) == (0, plain), second.stderr
     assert (first.returncode, losses + rest) == (0, plain), errors
     assert f"by pid {first.pid} (first.py)" in second.stderr
-    assert second.stderr.count("what it has no room for stays in hbm") == 1
+    assert second.stderr.count("tensors that it has no room for stay in hbm") == 1
 
 
 def test_that_nothing_fits_below_hbm_is_said_before_the_first_step() -> None:

@@ -1,4 +1,4 @@
-"""The timeline that a run leaves: what the lanes copied, steps and periods, on one clock."""
+"""The timeline that a run leaves: what the lanes copied, steps and iterations, on one clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_copies_of_every_lane_are_told_and_no_more_bytes_than_were_moved(run: Pa
 
 
 @pytest.mark.parametrize(("kind", "noun"), [("steps", "step"), ("periods", "period")])
-def test_steps_and_periods_follow_one_another_from_the_second_on(run: Path, kind: str, noun: str) -> None:
+def test_steps_and_iterations_follow_one_another_from_the_second_on(run: Path, kind: str, noun: str) -> None:
     found = slices(run, kind)
     assert [event["name"] for event in found] == [f"{noun} {number}" for number in range(2, STEPS + 1)]
     for first, second in pairwise(found):
@@ -66,8 +66,8 @@ def test_all_lie_on_one_clock(run: Path) -> None:
             assert any(step["ts"] <= copy["ts"] < step["ts"] + step["dur"] for copy in slices(run, lane))
     for lane in ("d2h", "h2d", "disk_read"):
         assert all(copy["ts"] + copy["dur"] <= end for copy in slices(run, lane))
-    for step, period in zip(steps, slices(run, "periods"), strict=True):
-        assert abs(step["ts"] - period["ts"]) < 0.1 * (end - begin)
+    for step, iteration in zip(steps, slices(run, "periods"), strict=True):
+        assert abs(step["ts"] - iteration["ts"]) < 0.1 * (end - begin)
 
 
 def test_waits_are_those_that_stats_json_counts(run: Path) -> None:

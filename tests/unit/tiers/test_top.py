@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.monitors import Clock, Spoken, period, watch
+from tests.unit.monitors import Clock, Spoken, iteration, watch
 from torch_tiers import places
 from torch_tiers.cli import top as top_verb
 from torch_tiers.cli.main import main
@@ -35,7 +35,7 @@ def shown(nothing_named: Path) -> Board:
     clock = Clock()
     watched = watch(Spoken(lambda: Reading(0.0, {"own": 1.0, "tree": 7.5, "others": 0.2})), clock=clock)
     for k, left in enumerate([1.0] * 5 + [0.5] * 10):
-        period(watched, clock, left, moved=k * 2_500_000_000)
+        iteration(watched, clock, left, moved=k * 2_500_000_000)
     board = Board(directory)
     board.write({"pid": 4711, "at": 0.0, "program": "train.py --fast", **watched.state()})
     return board

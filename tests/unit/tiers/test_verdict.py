@@ -339,12 +339,12 @@ def every(seconds: float, values: Iterable[dict[str, float]], start: float = 100
 
 
 @pytest.mark.parametrize("seconds", [GAP / 2, 1.5 * GAP, 10 * GAP])
-def test_a_load_is_seen_also_where_periods_are_long(seconds: float) -> None:
+def test_a_load_is_seen_also_where_iterations_are_long(seconds: float) -> None:
     loaded = [{"d2h": 1.0, "h2d": 1.0}] * 10 + [{"d2h": 0.6, "h2d": 0.6}] * 10
     assert judged(every(seconds, loaded)).state == "saturated"
 
 
-def test_after_a_gap_that_is_long_for_long_periods_the_lanes_are_judged_afresh() -> None:
+def test_after_a_gap_that_is_long_for_long_iterations_the_lanes_are_judged_afresh() -> None:
     before = every(2 * GAP, [{"d2h": 0.6, "h2d": 0.6}] * 10)
     quiet = [{"d2h": 1.0, "h2d": 1.0}]
     assert judged(before + every(1.0, quiet, before[-1].at + 5 * GAP)).left["h2d"] < 1

@@ -28,8 +28,13 @@ def planned(budget: int, policy: str = "auto") -> Plan:
     return POLICIES[policy](MODEL, budget, PCIE_GEN5)
 
 
-def account(plan: Plan, *, seconds: float | None = None, budget: int = 12 * GiB, periods: int = 10) -> Why:
-    stats: dict[str, Any] = {"step_s": {"median": seconds}, "steps": 10, "periods": periods, "budget": {"hbm": budget}}
+def account(plan: Plan, *, seconds: float | None = None, budget: int = 12 * GiB, iterations: int = 10) -> Why:
+    stats: dict[str, Any] = {
+        "step_s": {"median": seconds},
+        "steps": 10,
+        "periods": iterations,
+        "budget": {"hbm": budget},
+    }
     return why(MODEL, plan, links_from({}, disk=False), stats)
 
 
@@ -47,7 +52,7 @@ def test_what_is_recomputed_is_told_by_operation_the_most_bytes_first() -> None:
     assert [a.nbytes for a in recomputed] == sorted((a.nbytes for a in recomputed), reverse=True)
 
 
-def test_the_parts_of_a_period_add_up_to_what_was_predicted() -> None:
+def test_the_parts_of_an_iteration_add_up_to_what_was_predicted() -> None:
     told = account(planned(8 * GiB), seconds=1.0)
     *_, table = (part for part in render(told) if isinstance(part, Table))
     parts = list(table.columns[0].cells)
@@ -56,8 +61,8 @@ def test_the_parts_of_a_period_add_up_to_what_was_predicted() -> None:
     assert result.seconds >= result.ideal + result.recomputing + sum(result.stalls.values()) - 1e-9
 
 
-def test_a_step_of_several_periods_is_measured_by_the_period() -> None:
-    assert account(planned(12 * GiB), seconds=0.8, periods=40).measured == pytest.approx(0.2)
+def test_a_step_of_several_iterations_is_measured_by_the_iteration() -> None:
+    assert account(planned(12 * GiB), seconds=0.8, iterations=40).measured == pytest.approx(0.2)
 
 
 def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
@@ -72,7 +77,7 @@ def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
         (6 * GiB, "move", None, "waiting for d2h"),
         (11 * GiB, "superneurons", None, "another budget"),
         (40 * GiB, "keep", 1.0, "times what was predicted"),
-        (40 * GiB, "keep", 1e-3, "the host was late in the first periods"),
+        (40 * GiB, "keep", 1e-3, "the host was late in the first iterations"),
     ],
 )
 def test_it_says_what_would_help(budget: int, policy: str, seconds: float | None, hint: str) -> None:

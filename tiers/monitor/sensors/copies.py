@@ -29,23 +29,23 @@ class Copies:
         self._clock = clock
         self._fed: deque[tuple[Sequence[Transfer], Mapping[str, int]]] = deque(
             maxlen=64
-        )  # periods, if nobody reads them
+        )  # iterations, if nobody reads them
         self._rates: dict[str, Rate] = {}
 
     def feed(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> None:
-        """Take in a period: its copies, and the bytes moved so far by lane. From any thread."""
+        """Take in an iteration: its copies, and the bytes moved so far by lane. From any thread."""
         self._fed.append((transfers, moved))
 
     def why_not(self) -> str | None:  # noqa: D102
         return None
 
     def read(self) -> Reading | None:  # noqa: D102
-        periods = [self._fed.popleft() for _ in range(len(self._fed))]
-        if not periods:
+        iterations = [self._fed.popleft() for _ in range(len(self._fed))]
+        if not iterations:
             return None
         values: dict[str, float] = {}
         found: dict[Kind, list[float]] = {}
-        for transfers, _ in periods:
+        for transfers, _ in iterations:
             for copy, shared in sound(transfers):
                 kind = kind_of(copy.lane, copy.nbytes, shared)
                 found.setdefault(kind, []).append(copy.nbytes / (copy.end - copy.begin))
@@ -62,7 +62,7 @@ class Copies:
         values |= {lane: median(parts) for lane, parts in fair.items()}
         values |= {f"{lane}.alone": median(parts) for lane, parts in alone.items()}
         at = self._clock()
-        moved = {lane: self._rates.setdefault(lane, Rate())(at, total) for lane, total in periods[-1][1].items()}
+        moved = {lane: self._rates.setdefault(lane, Rate())(at, total) for lane, total in iterations[-1][1].items()}
         values |= {f"{lane}.moved": rate for lane, rate in moved.items() if rate is not None}
         if any(rate is not None for rate in moved.values()):
             values["ours"] = sum(rate for lane, rate in moved.items() if rate is not None and lane not in DIRECT)

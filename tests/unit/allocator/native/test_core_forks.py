@@ -49,7 +49,7 @@ def test_a_child_has_cores_of_its_own(core: Core) -> None:
 
 
 def test_forks_while_others_allocate_do_not_hang(core: Core) -> None:
-    """A DataLoader's worker that lets go of a tensor, forked while another thread was within the core."""
+    """A DataLoader's worker that releases a tensor, forked while another thread was within the core."""
     inherited, over = core.allocate(2 * MiB), threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Peaks of periods and of laps, out of the core."""
+"""Peaks of iterations and of their parts, out of the core."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch_tiers.allocator.native.peaks import PeaksOfCore
 from torch_tiers.allocator.sizes import MiB
 
 
-def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(core: Core) -> None:
+def test_parts_tell_peaks_of_their_own_and_the_period_its_highest(core: Core) -> None:
     peaks = PeaksOfCore(lambda: core)
     kept = core.allocate(2 * MiB)
-    laps = []
+    taken = []
     for size in (6, 8, 1):
         core.free(core.allocate(size * MiB))
-        laps.append(peaks.lap())
-    assert laps == [8 * MiB, 10 * MiB, 3 * MiB]
+        taken.append(peaks.take_peak())
+    assert taken == [8 * MiB, 10 * MiB, 3 * MiB]
     assert peaks.restart()[0] == 10 * MiB
     core.free(kept)
     assert [peaks.restart()[0], peaks.restart()[0]] == [2 * MiB, 0]
@@ -24,20 +24,20 @@ def test_a_period_that_ends_takes_nothing_from_what_another_thread_measures(core
     peaks = PeaksOfCore(lambda: core)
     core.free(core.allocate(20 * MiB))
     peaks.restart()
-    assert peaks.lap() == 20 * MiB
+    assert peaks.take_peak() == 20 * MiB
 
 
 def test_what_the_program_sees_is_as_if_nobody_had_asked(core: Core) -> None:
     peaks = PeaksOfCore(lambda: core)
     core.free(core.allocate(6 * MiB))
     peaks.restart()
-    peaks.lap()
+    peaks.take_peak()
     assert core.counts().allocated_peak == 6 * MiB
 
 
 def test_before_the_first_request_nothing_is_in_use() -> None:
     peaks = PeaksOfCore(lambda: None)
-    assert (peaks.lap(), peaks.restart(), peaks.retries()) == (0, (0, 0), 0)
+    assert (peaks.take_peak(), peaks.restart(), peaks.retries()) == (0, (0, 0), 0)
 
 
 def test_requests_for_which_idle_pages_went_back_are_retries(core: Core) -> None:

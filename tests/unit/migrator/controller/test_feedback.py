@@ -1,4 +1,4 @@
-"""What measured periods correct: the budget, the links and the program's own times."""
+"""What measured iterations correct: the budget, the links and the program's own times."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from tests.unit.modelled import gpt
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.migrator.controller.feedback import (
+    AGREEING,
     CUTS,
     FASTEST,
     GROWTHS,
     HOSTS,
-    LAPS,
     LATE,
     LATE_PACE,
     LEAST_LATE,
@@ -25,13 +25,13 @@ from torch_tiers.migrator.controller.feedback import (
     SPILLS,
     SURE,
     TELLING,
-    UNTOLD,
+    UNTIMED,
     Feedback,
 )
-from torch_tiers.migrator.controller.made import Made
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5, Calls, Links
-from torch_tiers.migrator.model.timing import HookTime, HostLap, Lap, at_pace
+from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace
 from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.simulator import Simulated, simulate
@@ -85,145 +85,145 @@ def test_what_is_corrected_is_told_with_its_numbers() -> None:
     predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
     feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
     feedback.peak(TARGET + 64 * MiB, TARGET, TARGET, pressed=False, may_grow=True)
-    assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of what was told"
+    assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of its bandwidth"
 
 
 # ------------------------------------------------------------------------------------------- the pace
 
 
-def gone_by(periods: int = SETTLING) -> Feedback:
-    """Feedback that has seen so many periods under the plans that there are."""
+def gone_by(iterations: int = SETTLING) -> Feedback:
+    """Feedback that has seen so many iterations under the plans that there are."""
     feedback = Feedback(TARGET, PCIE_GEN5)
-    pass_by(feedback, periods)
+    pass_by(feedback, iterations)
     return feedback
 
 
-def pass_by(feedback: Feedback, periods: int) -> None:
-    for _ in range(periods):
+def pass_by(feedback: Feedback, iterations: int) -> None:
+    for _ in range(iterations):
         feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
 
 
-def told(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
-    """What periods that take these parts of what was predicted change."""
-    return [feedback.lap(Lap(part * predicted.seconds, {}), predicted) for part in parts]
+def changes(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
+    """What iterations that take these parts of what was predicted change."""
+    return [feedback.iteration(IterationTime(part * predicted.seconds, {}), predicted) for part in parts]
 
 
-def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_periods_agree() -> None:
+def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_iterations_agree() -> None:
     feedback = gone_by()
-    assert told(feedback, [1 + OFF_PACE / 2] * LAPS) == [False] * LAPS
-    waits = Lap(0.8 * PREDICTED.seconds + 1.0, {"h2d": 1.0})
-    assert [feedback.lap(waits, PREDICTED) for _ in range(LAPS)] == [False] * (LAPS - 1) + [True]
+    assert changes(feedback, [1 + OFF_PACE / 2] * AGREEING) == [False] * AGREEING
+    waits = IterationTime(0.8 * PREDICTED.seconds + 1.0, {"h2d": 1.0})
+    assert [feedback.iteration(waits, PREDICTED) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
     assert feedback.pace == pytest.approx(0.8)
     as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
     assert as_measured.seconds == pytest.approx(0.8 * PREDICTED.seconds)
     feedback.adopted()
     pass_by(feedback, SETTLING)
-    assert not any(told(feedback, [1.0] * SURE, as_measured))
+    assert not any(changes(feedback, [1.0] * SURE, as_measured))
 
 
 def test_what_was_recorded_on_a_slow_host_may_be_three_times_too_long() -> None:
     feedback = gone_by()
-    assert told(feedback, [0.35] * LAPS)[-1]
+    assert changes(feedback, [0.35] * AGREEING)[-1]
     assert feedback.pace == pytest.approx(0.35)
-    assert told(feedback, [0.1] * LAPS)[-1]
+    assert changes(feedback, [0.1] * AGREEING)[-1]
     assert feedback.pace == FASTEST
 
 
 def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_waited() -> None:
     feedback = gone_by()
     longer = [1.11, 1.12, 1.1, 1.11, 1.12, 1.11, 1.12, 1.11]
-    assert told(feedback, longer) == [False] * (SURE - 1) + [True]
+    assert changes(feedback, longer) == [False] * (SURE - 1) + [True]
     assert feedback.pace == pytest.approx(1.1), "by the shortest: the host may have made the others longer"
 
 
-def test_on_a_host_where_no_two_periods_agree_half_of_eight_prove_times_too_long() -> None:
+def test_on_a_host_where_no_two_iterations_agree_half_of_eight_prove_times_too_long() -> None:
     """Predicted were 533 ms, and no step of these took less than 40 ms more or less than that before it."""
-    laps = [0.95, 0.75, 0.85, 0.75, 0.85, 0.8, 0.9, 1.2]
+    times = [0.95, 0.75, 0.85, 0.75, 0.85, 0.8, 0.9, 1.2]
     feedback = gone_by()
-    assert told(feedback, laps) == [False] * (SURE - 1) + [True]
+    assert changes(feedback, times) == [False] * (SURE - 1) + [True]
     assert feedback.pace == pytest.approx(0.85)
     feedback = gone_by()
-    assert not any(told(feedback, [1.0, 0.75, 1.1, 0.8, 1.0, 1.2, 1.1, 1.0])), (
+    assert not any(changes(feedback, [1.0, 0.75, 1.1, 0.8, 1.0, 1.2, 1.1, 1.0])), (
         "a few short ones may have had fewer samples"
     )
     assert feedback.pace == 1.0
 
 
-def test_one_period_in_eight_that_was_as_short_as_predicted_proves_the_others_late() -> None:
+def test_one_iteration_in_eight_that_was_as_short_as_predicted_proves_the_others_late() -> None:
     """The host of a rented GPU is half as fast for a second, and then again what it was."""
     feedback = gone_by()
-    assert not any(told(feedback, [1.1] * 4 + [1.0] + [1.1] * 7))
+    assert not any(changes(feedback, [1.1] * 4 + [1.0] + [1.1] * 7))
     assert feedback.pace == 1.0
 
 
-def test_lanes_are_corrected_also_while_nobody_knows_whether_periods_are_late() -> None:
+def test_lanes_are_corrected_also_while_nobody_knows_whether_iterations_are_late() -> None:
     """The host is late in most of them, and compute waits for a lane in all."""
     feedback, predicted = gone_by(), replace(PREDICTED, busy={**PREDICTED.busy, "h2d": 0.5 * PREDICTED.seconds})
     wait = 0.3 * predicted.seconds
-    assert feedback.lap(Lap(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted) is False
-    assert feedback.lap(Lap(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted)
+    assert feedback.iteration(IterationTime(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted) is False
+    assert feedback.iteration(IterationTime(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted)
     assert feedback.links.h2d < PCIE_GEN5.h2d and feedback.pace == 1.0
 
 
-def test_periods_a_little_longer_or_much_longer_than_predicted_have_another_cause() -> None:
+def test_iterations_a_little_longer_or_much_longer_than_predicted_have_another_cause() -> None:
     feedback = gone_by()
-    assert not any(told(feedback, [1 + LATE_PACE / 2] * 2 * SURE))
-    assert not any(told(feedback, [2.0] * 2 * SURE))
+    assert not any(changes(feedback, [1 + LATE_PACE / 2] * 2 * SURE))
+    assert not any(changes(feedback, [2.0] * 2 * SURE))
     assert feedback.pace == 1.0
 
 
-def test_periods_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
+def test_iterations_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
     feedback = gone_by()
-    assert not any(told(feedback, [1.0, 0.25, 0.9, 0.3])), "batches of several sizes"
-    on_two_streams = Lap(0.5, {"d2h": 0.4, "h2d": 0.4})
-    assert not any(feedback.lap(on_two_streams, PREDICTED) for _ in range(LAPS))
+    assert not any(changes(feedback, [1.0, 0.25, 0.9, 0.3])), "batches of several sizes"
+    on_two_streams = IterationTime(0.5, {"d2h": 0.4, "h2d": 0.4})
+    assert not any(feedback.iteration(on_two_streams, PREDICTED) for _ in range(AGREEING))
     assert feedback.pace == 1.0
 
 
-def test_periods_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
+def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
     feedback = gone_by(0)
     for _ in range(SETTLING - 1):
         pass_by(feedback, 1)
-        assert told(feedback, [0.5]) == [False]
+        assert changes(feedback, [0.5]) == [False]
     pass_by(feedback, 1)
-    assert not any(told(feedback, [1.0] * LAPS))
+    assert not any(changes(feedback, [1.0] * AGREEING))
     assert feedback.pace == 1.0
 
 
 def test_the_pace_is_corrected_a_few_times_only() -> None:
     feedback, changed = gone_by(), 0
     for _ in range(10):
-        changed += any(told(feedback, [0.9] * LAPS))
+        changed += any(changes(feedback, [0.9] * AGREEING))
         feedback.adopted()
         pass_by(feedback, SETTLING)
     assert changed == 2
 
 
 def looked_twice(*lengths: float) -> Feedback:
-    """After two looks that each found periods to be so long, and new plans after each."""
+    """After two looks that each found iterations to be so long, and new plans after each."""
     feedback = gone_by()
     for length in lengths:
-        assert any(told(feedback, [length] * LAPS))
+        assert any(changes(feedback, [length] * AGREEING))
         feedback.adopted()
         pass_by(feedback, SETTLING)
     return feedback
 
 
 def test_what_a_slow_host_recorded_is_corrected_once_more_when_the_plans_have_settled() -> None:
-    """The first periods under new plans are long on such a host: two looks left ResNet-152 a fifth too slow."""
+    """The first iterations under new plans are long on such a host: two looks left ResNet-152 a fifth too slow."""
     feedback = looked_twice(0.8, 0.9)
-    laps = [0.93, 0.8, 0.91, 0.9, 0.92, 0.95, 1.1, 0.94]
-    assert told(feedback, laps) == [False] * (SURE - 1) + [True]
+    times = [0.93, 0.8, 0.91, 0.9, 0.92, 0.95, 1.1, 0.94]
+    assert changes(feedback, times) == [False] * (SURE - 1) + [True]
     assert feedback.pace == pytest.approx(0.8 * 0.9 * 0.9), "by two that agree: one that is shorter is another"
     feedback.adopted()
     pass_by(feedback, SETTLING)
-    assert not any(told(feedback, [0.5] * 2 * SURE))
+    assert not any(changes(feedback, [0.5] * 2 * SURE))
 
 
 def test_the_last_look_is_over_once_it_has_looked() -> None:
-    """It stayed open, and two short periods at the end of an epoch halved the pace for good."""
+    """It stayed open, and two short iterations at the end of an epoch halved the pace for good."""
     feedback = looked_twice(0.9, 0.9)
-    assert not any(told(feedback, [1.0] * 3 * SURE + [0.5] * LAPS))
+    assert not any(changes(feedback, [1.0] * 3 * SURE + [0.5] * AGREEING))
 
 
 def relinked(feedback: Feedback, links: Links) -> Feedback:
@@ -238,72 +238,72 @@ def relinked(feedback: Feedback, links: Links) -> Feedback:
 def test_a_pace_that_was_borne_out_stays_as_it_is_beside_others(part: float) -> None:
     """Beside processes that decoded JPEGs a plan was made anew twice within half a minute, each begun in a second."""
     feedback = gone_by()
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback = relinked(feedback, BUSY)
-    assert not any(told(feedback, [part] * 2 * SURE))
+    assert not any(changes(feedback, [part] * 2 * SURE))
     feedback = relinked(feedback, BUSIER)
-    assert not any(told(feedback, [part] * 2 * SURE)), "they need more"
+    assert not any(changes(feedback, [part] * 2 * SURE)), "they need more"
     feedback = relinked(relinked(feedback, PCIE_GEN5), BUSY)
-    assert not any(told(feedback, [part] * 2 * SURE)), "they were gone for a few periods, and came back"
-    assert any(told(relinked(feedback, PCIE_GEN5), [part] * SURE)), "they are gone"
+    assert not any(changes(feedback, [part] * 2 * SURE)), "they were gone for a few iterations, and came back"
+    assert any(changes(relinked(feedback, PCIE_GEN5), [part] * SURE)), "they are gone"
 
 
 def test_a_pace_that_was_not_borne_out_before_others_came_is_corrected_beside_them() -> None:
     """Such as that of a program whose input pipeline keeps the cores busy from its first step."""
     feedback = gone_by()
-    told(feedback, [1.0] * (SURE - 1))
+    changes(feedback, [1.0] * (SURE - 1))
     feedback = relinked(feedback, BUSY)
-    assert not any(told(feedback, [1.0] * SURE)), "which bears it out beside these alone"
-    assert any(told(relinked(feedback, BUSIER), [0.9] * LAPS))
+    assert not any(changes(feedback, [1.0] * SURE)), "which bears it out beside these alone"
+    assert any(changes(relinked(feedback, BUSIER), [0.9] * AGREEING))
 
 
 def test_laps_beside_others_bear_nothing_out_where_the_plans_stay_without_them() -> None:
     feedback = relinked(gone_by(), BUSY)
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback = feedback.under(PCIE_GEN5)
     feedback.stayed()
     pass_by(feedback, SETTLING)
-    assert not any(told(feedback, [1.0]))
-    assert any(told(relinked(feedback, BUSY), [0.8] * LAPS))
+    assert not any(changes(feedback, [1.0]))
+    assert any(changes(relinked(feedback, BUSY), [0.8] * AGREEING))
 
 
 def test_laps_that_have_corrected_the_pace_have_not_borne_it_out() -> None:
     feedback = gone_by()
-    assert told(feedback, [1 + 2 * LATE_PACE] * SURE)[-1]
-    assert any(told(relinked(feedback, BUSY), [0.9] * LAPS))
+    assert changes(feedback, [1 + 2 * LATE_PACE] * SURE)[-1]
+    assert any(changes(relinked(feedback, BUSY), [0.9] * AGREEING))
 
 
 def test_nothing_is_borne_out_of_what_was_recorded_since() -> None:
     feedback = gone_by()
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback.news()
-    assert any(told(relinked(feedback, BUSY), [0.7] * LAPS))
+    assert any(changes(relinked(feedback, BUSY), [0.7] * AGREEING))
 
 
 def test_lanes_that_are_late_beside_others_are_slower_whatever_the_pace() -> None:
     feedback = gone_by()
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback = relinked(feedback, BUSY)
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, BUSY, replace(plan, room=GiB))
-    late = Lap(2 * predicted.seconds, {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]})
-    assert [feedback.lap(late, predicted) for _ in range(LAPS)] == [False] * (LAPS - 1) + [True]
+    late = IterationTime(2 * predicted.seconds, {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]})
+    assert [feedback.iteration(late, predicted) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
     assert feedback.links.h2d == pytest.approx(BUSY.h2d / 2)
 
 
 def test_plans_are_settled_once_as_many_laps_as_may_correct_them_did_not() -> None:
     feedback = gone_by()
-    told(feedback, [1.0] * (SURE - 1))
+    changes(feedback, [1.0] * (SURE - 1))
     assert not feedback.settled
-    told(feedback, [1.0])
+    changes(feedback, [1.0])
     assert feedback.settled
     feedback.adopted()
     assert not feedback.settled
 
 
-def test_plans_are_settled_after_some_periods_where_no_laps_are_to_be_had() -> None:
-    assert not gone_by(UNTOLD - 1).settled
-    assert gone_by(UNTOLD).settled
+def test_plans_are_settled_after_some_iterations_where_no_times_are_to_be_had() -> None:
+    assert not gone_by(UNTIMED - 1).settled
+    assert gone_by(UNTIMED).settled
 
 
 # ------------------------------------------------------------------------------------------ the budget
@@ -378,8 +378,8 @@ def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_the
     assert set(corrections[GROWTHS:]) == {grown[-1]}
 
 
-def test_the_budget_does_not_grow_by_what_a_short_period_leaves_free() -> None:
-    """Lengths alternate, and the plan for long periods serves short ones, too."""
+def test_the_budget_does_not_grow_by_what_a_short_iteration_leaves_free() -> None:
+    """Lengths alternate, and the plan for long iterations serves short ones, too."""
     feedback = Feedback(TARGET, PCIE_GEN5)
     peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
     assert not any(feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)
@@ -410,33 +410,33 @@ def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
     assert feedback.correction == -CUTS * int(PRESSED * TARGET)
 
 
-def test_the_host_needs_no_more_than_its_shortest_period_took_without_us() -> None:
+def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 3.0, 3.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     plan = make_plan("test", trace, (), 1000)
     predicted = simulate(trace, PCIE_GEN5, plan)
     feedback = Feedback(TARGET, PCIE_GEN5)
     for _ in range(SETTLING):
-        assert not feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
-    took = [feedback.host(HostLap(seconds, 1.0), plan, predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
+        assert not feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
+    took = [feedback.host(HostTime(seconds, 1.0), plan, predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
     assert took == [False, False, False, True]
     corrected = feedback.corrected(trace).clocks
     assert corrected is not None
     assert list(corrected.host) == pytest.approx([0.0, 1.5, 1.5])
     assert corrected.hooks * 3 == pytest.approx(1.0)
-    assert not feedback.host(HostLap(1.0, 0.5), plan, predicted), "once"
+    assert not feedback.host(HostTime(1.0, 0.5), plan, predicted), "once"
 
 
-def test_a_later_plan_s_periods_may_show_that_the_program_needs_less_of_the_host_never_more() -> None:
+def test_a_later_plan_s_iterations_may_show_that_the_program_needs_less_of_the_host_never_more() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     plan = make_plan("test", trace, (), 1000)
     feedback, paces = Feedback(TARGET, PCIE_GEN5), []
     for seconds in (45.0, 30.0, 50.0):
         for _ in range(SETTLING):
-            feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+            feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
         for _ in range(HOSTS):
-            feedback.host(HostLap(seconds, 0.0), plan, simulate(feedback.corrected(trace), feedback.links, plan))
+            feedback.host(HostTime(seconds, 0.0), plan, simulate(feedback.corrected(trace), feedback.links, plan))
         feedback.adopted()
         paces.append(feedback.host_pace)
     assert paces == pytest.approx([0.75, 0.5, 0.5])
@@ -451,20 +451,22 @@ def test_a_look_at_a_plan_that_was_made_before_a_correction_corrects_no_more_tha
     paces = []
     for seconds, ours in ((30.0, 0.0), (30.0, 0.0), (1.0, 1.0)):
         for _ in range(SETTLING):
-            feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+            feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
         for _ in range(HOSTS):
-            feedback.host(HostLap(seconds, ours), plan, recorded)
+            feedback.host(HostTime(seconds, ours), plan, recorded)
         feedback.adopted()
         paces.append(feedback.host_pace)
     assert paces == [0.5, 0.5, 0.0]
 
 
-def test_where_the_device_waits_for_the_host_periods_say_nothing_of_the_device() -> None:
+def test_where_the_device_waits_for_the_host_iterations_say_nothing_of_the_device() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     feedback = gone_by()
     for _ in range(2 * SURE):
-        assert not feedback.lap(Lap(40.0, {}), simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000)))
+        assert not feedback.iteration(
+            IterationTime(40.0, {}), simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
+        )
     assert feedback.pace == 1.0
 
 
@@ -476,27 +478,29 @@ def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() ->
     plan = make_plan("test", trace, {0}, 4 * MiB, dropped={1})
     feedback = Feedback(TARGET, PCIE_GEN5)
     for _ in range(SETTLING):
-        feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+        feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
     hooks = HookTime(stays=0.5, moves=0.125, remade=0.75, groups=2.0)
     for _ in range(HOSTS):
-        feedback.host(HostLap(15.0, 3.5, hooks=hooks), plan, simulate(trace, feedback.links, plan))
+        feedback.host(HostTime(15.0, 3.5, hooks=hooks), plan, simulate(trace, feedback.links, plan))
     assert feedback.links.calls == Calls(group=2.0, moved=0.125, remade=pytest.approx(0.5))  # besides its operators
     told = simulate(feedback.corrected(trace), feedback.links, plan)
     assert told.calls == pytest.approx(0.125 + 0.75 + 2.0)
     assert feedback.hooks == pytest.approx(3.5 - 0.125 - 0.75 - 2.0)
 
 
-def test_a_short_period_says_nothing_of_the_device_before_the_host_s_time_is_known() -> None:
+def test_a_short_iteration_says_nothing_of_the_device_before_the_host_s_time_is_known() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     plan = make_plan("test", trace, (), 1000)
     feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (Made(plan, simulate(trace, PCIE_GEN5, plan)),)
+    made = (PlannedIteration(plan, simulate(trace, PCIE_GEN5, plan)),)
     changed = 0
     for _ in range(2 * SURE):
-        if feedback.period_over(made, 0, TARGET, pressed=False, overflow=0, lap=Lap(40.0, {}), host=HostLap(40.0, 0.0)):
+        if feedback.iteration_over(
+            made, 0, TARGET, pressed=False, overflow=0, iteration_time=IterationTime(40.0, {}), host=HostTime(40.0, 0.0)
+        ):
             changed += 1
-            made = (Made(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
+            made = (PlannedIteration(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
             feedback.adopted()
     assert changed == 1
     assert feedback.pace == 1.0
@@ -504,14 +508,19 @@ def test_a_short_period_says_nothing_of_the_device_before_the_host_s_time_is_kno
 
 
 @pytest.mark.parametrize(("takes", "pace"), [(0.25, pytest.approx(0.3)), (0.5, pytest.approx(0.5)), (1.1, 1.0)])
-def test_a_period_in_which_the_allocator_flushed_tells_the_pace_where_it_was_shorter(takes: float, pace: float) -> None:
-    """Shapes that change leave fragments, in every period: one of 110 ms was taken to need 420, as it was recorded."""
+def test_an_iteration_in_which_the_allocator_flushed_tells_the_pace_where_it_was_shorter(
+    takes: float, pace: float
+) -> None:
+    """Shapes that change leave fragments, in every iteration: one of 110 ms was taken to need 420, as recorded."""
     feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (Made(make_plan("test", MODEL, (), GiB), PREDICTED),)
-    lap = Lap(takes * PREDICTED.seconds, {})
+    made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
+    iteration_time = IterationTime(takes * PREDICTED.seconds, {})
     for _ in range(SETTLING + 1):
-        feedback.period_over(made, 0, TARGET, pressed=False, overflow=0, lap=None)
-    changed = [feedback.period_over(made, 0, TARGET, pressed=True, overflow=0, lap=lap) for _ in range(SURE)]
+        feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=None)
+    changed = [
+        feedback.iteration_over(made, 0, TARGET, pressed=True, overflow=0, iteration_time=iteration_time)
+        for _ in range(SURE)
+    ]
     assert any(changed) == (takes < 1)
     assert feedback.pace == pace
 
@@ -519,10 +528,10 @@ def test_a_period_in_which_the_allocator_flushed_tells_the_pace_where_it_was_sho
 def test_where_the_allocator_flushes_a_few_short_periods_say_nothing_of_the_pace() -> None:
     """Long ones are no evidence there, so that two short ones of many halved the pace for good."""
     feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (Made(make_plan("test", MODEL, (), GiB), PREDICTED),)
-    for period in range(200):
-        lap = Lap((0.5 if period % 5 == 0 else 1.0) * PREDICTED.seconds, {})
-        feedback.period_over(made, 0, TARGET, pressed=True, overflow=0, lap=lap)
+    made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
+    for iteration in range(200):
+        time = IterationTime((0.5 if iteration % 5 == 0 else 1.0) * PREDICTED.seconds, {})
+        feedback.iteration_over(made, 0, TARGET, pressed=True, overflow=0, iteration_time=time)
     assert feedback.pace == 1.0
 
 
@@ -540,7 +549,7 @@ def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_r
     predicted = simulate(trace, PCIE_GEN5, plan)
     feedback = Feedback(TARGET, PCIE_GEN5)
     for _ in range(SETTLING):
-        feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+        feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
     for _ in range(HOSTS):
-        feedback.host(HostLap(6.1, 0.1), plan, predicted)
+        feedback.host(HostTime(6.1, 0.1), plan, predicted)
     assert feedback.corrected(trace).seconds == trace.seconds

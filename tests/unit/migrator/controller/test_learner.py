@@ -16,16 +16,16 @@ from tests.unit.learners import (
     TRACE,
     learned,
     peak_of,
-    quiet,
     room,
     run,
+    unrecorded,
 )
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.controller.feedback import PRESSED, SETTLED, UNTOLD
+from torch_tiers.migrator.controller.feedback import PRESSED, SETTLED, UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
-from torch_tiers.migrator.controller.recordings import KINDS, PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION, KINDS
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -35,29 +35,31 @@ from torch_tiers.migrator.simulator import simulate
 # --------------------------------------------------------------------------------- what is recorded
 
 
-def test_the_first_period_is_recorded() -> None:
+def test_the_first_iteration_is_recorded() -> None:
     assert Learner(FLASHNEURON, TARGET).records_next
 
 
-def test_a_period_before_the_optimizer_made_its_state_teaches_nothing() -> None:
+def test_an_iteration_before_the_optimizer_made_its_state_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.period_over(TRACE, 10 * MiB, whole=False, pressed=False, drifted=False)
+    assert not learner.iteration_over(TRACE, 10 * MiB, whole=False, pressed=False, mispredicted=False)
     assert learner.plans == ()
     assert learner.records_next
 
 
 def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    changed = [learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False) for _ in range(PATIENCE)]
+    changed = [
+        learner.iteration_over(TRACE, MiB, whole=False, pressed=False, mispredicted=False) for _ in range(PATIENCE)
+    ]
     assert changed == [False] * (PATIENCE - 1) + [True]
 
 
 def test_a_program_without_an_optimizer_settles_too() -> None:
     """Waits are timed until then, for six microseconds each."""
     learner = Learner(FLASHNEURON, 4 * TARGET)
-    for period in range(PATIENCE + UNTOLD):
-        trace = TRACE if period < PATIENCE else None
-        learner.period_over(trace, 0, whole=False, pressed=False, drifted=False)
+    for iteration in range(PATIENCE + UNTIMED):
+        trace = TRACE if iteration < PATIENCE else None
+        learner.iteration_over(trace, 0, whole=False, pressed=False, mispredicted=False)
     assert learner.settled and not learner.complete
 
 
@@ -65,48 +67,48 @@ def test_without_laps_plans_settle_too() -> None:
     """As on the CPU, or where several threads train."""
     learner = learned(0)
     assert not learner.settled
-    for _ in range(UNTOLD):
-        assert not learner.period_over(None, TARGET, whole=True, pressed=False, drifted=False)
+    for _ in range(UNTIMED):
+        assert not learner.iteration_over(None, TARGET, whole=True, pressed=False, mispredicted=False)
     assert learner.settled
 
 
 def test_what_was_learned_for_want_of_an_optimizer_is_learned_anew_after_its_first_step() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     for _ in range(PATIENCE):  # and as many micro-batches before the first step
-        learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False)
+        learner.iteration_over(TRACE, MiB, whole=False, pressed=False, mispredicted=False)
     plans = learner.plans
     assert plans
-    assert not quiet(learner, 10 * MiB)
+    assert not unrecorded(learner, 10 * MiB)
     assert learner.plans == plans
     assert learner.records_next
-    learner.period_over(TRACE, 10 * MiB, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(TRACE, 10 * MiB, whole=True, pressed=False, mispredicted=False)
     assert not learner.records_next
     assert learner.plans != plans
 
 
-def test_a_period_that_saves_nothing_teaches_nothing() -> None:
+def test_an_iteration_that_saves_nothing_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.period_over(Trace((), 0), MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.iteration_over(Trace((), 0), MiB, whole=True, pressed=False, mispredicted=False)
     assert learner.records_next
 
 
-def test_one_recorded_period_is_enough() -> None:
+def test_one_recorded_iteration_is_enough() -> None:
     assert not learned().records_next
 
 
 def test_the_unforeseen_starts_recording() -> None:
     learner = learned()
-    quiet(learner, TARGET, drifted=True)
-    for _ in range(PERIODS_AFTER_DRIFT):
+    unrecorded(learner, TARGET, mispredicted=True)
+    for _ in range(ITERATIONS_AFTER_MISPREDICTION):
         assert learner.records_next
-        learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(TRACE, TARGET, whole=True, pressed=False, mispredicted=False)
     assert not learner.records_next
 
 
 # ----------------------------------------------------------------------------------------- the room
 
 
-def test_the_first_room_is_what_the_learning_period_left() -> None:
+def test_the_first_room_is_what_the_learning_iteration_left() -> None:
     assert room(learned(700 * MiB)) == 300 * MiB
 
 
@@ -116,20 +118,20 @@ def test_a_program_above_the_target_keeps_nothing() -> None:
 
 def test_the_room_grows_by_half_of_what_the_peak_lies_below_the_target() -> None:
     learner = learned(700 * MiB)
-    assert quiet(learner, 900 * MiB)
+    assert unrecorded(learner, 900 * MiB)
     assert room(learner) == 350 * MiB
 
 
 def test_an_allocator_under_pressure_ends_the_growth() -> None:
     learner = learned(700 * MiB)
-    assert learner.period_over(None, 900 * MiB, whole=True, pressed=True, drifted=False)
+    assert learner.iteration_over(None, 900 * MiB, whole=True, pressed=True, mispredicted=False)
     assert room(learner) == 300 * MiB - int(PRESSED * TARGET)
-    assert not quiet(learner, 900 * MiB)
+    assert not unrecorded(learner, 900 * MiB)
 
 
 def test_the_room_shrinks_by_what_the_peak_lies_above_the_target() -> None:
     learner = learned(700 * MiB)
-    assert quiet(learner, 1050 * MiB)
+    assert unrecorded(learner, 1050 * MiB)
     assert room(learner) == 250 * MiB
 
 
@@ -142,21 +144,21 @@ def test_a_trace_that_tells_what_else_lies_in_hbm_is_planned_for_the_target() ->
 
     learner = Learner(policy, TARGET)
     trace = replace(TRACE, others=(600 * MiB,) * (TRACE.positions + 1))
-    learner.period_over(trace, 700 * MiB, whole=True, pressed=False, drifted=False)
-    assert quiet(learner, 1100 * MiB)
+    learner.iteration_over(trace, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    assert unrecorded(learner, 1100 * MiB)
     assert budgets == [1000 * MiB, 900 * MiB]
 
 
 def test_near_the_target_the_room_stays() -> None:
     learner = learned(700 * MiB)
-    assert not quiet(learner, int(TARGET * (1 - SETTLED / 2)))
-    assert not quiet(learner, int(TARGET * (1 + SETTLED / 2)))
+    assert not unrecorded(learner, int(TARGET * (1 - SETTLED / 2)))
+    assert not unrecorded(learner, int(TARGET * (1 + SETTLED / 2)))
 
 
 def test_when_nothing_moves_more_room_is_not_asked_for() -> None:
     learner = learned(100 * MiB)
     assert learner.plans[0].groups == ()
-    assert not quiet(learner, 500 * MiB)
+    assert not unrecorded(learner, 500 * MiB)
 
 
 @given(
@@ -179,7 +181,7 @@ def test_a_peak_in_which_saved_bytes_have_no_part_settles_with_nothing_kept() ->
     assert not any(changed[20:])
 
 
-def test_the_room_suits_the_largest_of_alternating_periods() -> None:
+def test_the_room_suits_the_largest_of_alternating_iterations() -> None:
     small, large = chain([10 * MiB] * 40, "small"), chain([10 * MiB] * 40, "large")
     learner = Learner(FLASHNEURON, TARGET)
     changed, peaks = run(learner, [(small, 200 * MiB), (large, 800 * MiB)] * 30)
@@ -189,15 +191,15 @@ def test_the_room_suits_the_largest_of_alternating_periods() -> None:
 
 def test_a_policy_that_always_moves_settles_too() -> None:
     learner = Learner(POLICIES["move"], TARGET)
-    learner.period_over(TRACE, 100 * MiB, whole=True, pressed=False, drifted=False)
-    changed = [quiet(learner, 100 * MiB) for _ in range(50)]
+    learner.iteration_over(TRACE, 100 * MiB, whole=True, pressed=False, mispredicted=False)
+    changed = [unrecorded(learner, 100 * MiB) for _ in range(50)]
     assert not any(changed[25:])
 
 
-# --------------------------------------------------------------------------------- kinds of periods
+# --------------------------------------------------------------------------------- kinds of iterations
 
 
-def test_alternating_kinds_of_periods_are_both_planned_for() -> None:
+def test_alternating_kinds_of_iterations_are_both_planned_for() -> None:
     one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
     learner = Learner(FLASHNEURON, TARGET)
     run(learner, [(one, 900 * MiB), (other, 900 * MiB)] * 6)
@@ -207,56 +209,56 @@ def test_alternating_kinds_of_periods_are_both_planned_for() -> None:
 
 
 def renamed(trace: Trace) -> Trace:
-    """The same period of another kind."""
+    """The same iteration of another kind."""
     sites = tuple(replace(site, key=f"other.{site.key}") for site in trace.sites)
     return replace(trace, sites=sites)
 
 
 def two_kinds(policy: str, target: int) -> tuple[list[bool], list[int]]:
-    """Short and long periods that are just as predicted; which changed the plans, and their peaks."""
+    """Short and long iterations that are just as predicted; which changed the plans, and their peaks."""
     kinds = renamed(gpt(blocks=4)), MODEL
     learner = Learner(POLICIES[policy], target, must_fit=False, recordings=2)
     for kind in kinds:
-        learner.period_over(kind, 0, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(kind, 0, whole=True, pressed=False, mispredicted=False)
     changed, peaks = [], []
     for _ in range(20):
         for kind, plan in zip(kinds, learner.plans, strict=True):
             peaks.append(simulate(kind, PCIE_GEN5, plan).peak["hbm"])
-            changed.append(quiet(learner, peaks[-1]))
+            changed.append(unrecorded(learner, peaks[-1]))
     return changed, peaks
 
 
 @pytest.mark.parametrize("policy", ["auto", "g10", "checkpoint", "superneurons"])
-def test_what_a_short_period_leaves_free_a_long_one_is_not_given(policy: str) -> None:
+def test_what_a_short_iteration_leaves_free_a_long_one_is_not_given(policy: str) -> None:
     target = int(0.8 * peak_of(MODEL))
     changed, peaks = two_kinds(policy, target)
     assert not any(changed)
     assert max(peaks) <= target
 
 
-def test_what_the_long_period_lacks_is_not_taken_from_the_short_one() -> None:
+def test_what_the_long_iteration_lacks_is_not_taken_from_the_short_one() -> None:
     with pytest.raises(NoPlanFits) as error:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
     changed, _ = two_kinds("auto", int(error.value.smallest / 1.1))
     assert not any(changed)
 
 
-def test_of_one_kind_the_larger_period_is_planned_for() -> None:
+def test_of_one_kind_the_larger_iteration_is_planned_for() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     large, small = chain([20 * MiB] * 4), chain([10 * MiB] * 4)
     for trace in (small, large, small):
-        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(trace, 100 * MiB, whole=True, pressed=False, mispredicted=False)
     assert set(learner.traces) == {large}
 
 
-def test_periods_of_one_kind_that_are_smaller_ask_for_no_other_plan() -> None:
+def test_iterations_of_one_kind_that_are_smaller_ask_for_no_other_plan() -> None:
     """Else a program whose every step has another size, such as a detector, has another plan in every step."""
     learner = Learner(FLASHNEURON, TARGET)
     changed, recorded = [], 0
     for nbytes in (20, 12, 17, 10, 19, 15) * 10:
         trace = chain([nbytes * MiB] * 4) if learner.records_next else None
         recorded += trace is not None
-        changed.append(learner.period_over(trace, 900 * MiB, whole=True, pressed=False, drifted=trace is None))
+        changed.append(learner.iteration_over(trace, 900 * MiB, whole=True, pressed=False, mispredicted=trace is None))
     assert sum(changed) == 1
     assert recorded < 30
 
@@ -265,19 +267,19 @@ def test_only_recent_kinds_are_remembered() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     kinds = [chain([MiB], f"kind{k}_") for k in range(KINDS + 3)]
     for trace in kinds:
-        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(trace, 100 * MiB, whole=True, pressed=False, mispredicted=False)
     assert list(learner.traces) == kinds[3:]
     assert len(learner.plans) == KINDS
 
 
-def test_sizes_that_change_all_the_time_do_not_change_the_plan_in_every_period(seed: int) -> None:
+def test_sizes_that_change_all_the_time_do_not_change_the_plan_in_every_iteration(seed: int) -> None:
     rng = Random(seed)
     learner = learned(700 * MiB)
-    changed = [quiet(learner, rng.randrange(500, 1300) * MiB) for _ in range(200)]
+    changed = [unrecorded(learner, rng.randrange(500, 1300) * MiB) for _ in range(200)]
     assert sum(changed) < 50
 
 
-def test_sites_that_change_all_the_time_do_not_change_the_plan_in_every_period() -> None:
+def test_sites_that_change_all_the_time_do_not_change_the_plan_in_every_iteration() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     shapes = [chain([10 * MiB] * 4, f"shape{number}_") for number in range(100)]
     changed, _ = run(learner, [(trace, 900 * MiB) for trace in shapes])

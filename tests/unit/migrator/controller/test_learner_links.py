@@ -14,17 +14,17 @@ from tests.unit.learners import (
     large,
     learned,
     peak_of,
-    quiet,
     room,
+    unrecorded,
 )
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Trace
-from torch_tiers.migrator.planner.quiet import crossing
+from torch_tiers.migrator.planner.low_traffic import crossing
 from torch_tiers.migrator.policies import POLICIES
 
 SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, usual=PCIE_GEN5)
@@ -49,7 +49,7 @@ def test_other_links_are_planned_with_at_once() -> None:
 
     learner, slow = Learner(policy, TARGET), replace(PCIE_GEN5, h2d=20e9)
     assert not learner.relink(slow)  # there is nothing to plan yet
-    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
     assert not learner.relink(slow)  # nothing new
     assert learner.relink(PCIE_GEN5)
     assert seen == [slow, PCIE_GEN5]
@@ -57,32 +57,32 @@ def test_other_links_are_planned_with_at_once() -> None:
 
 def test_other_links_do_not_have_plans_made_before_all_is_recorded() -> None:
     learner, slow = Learner(FLASHNEURON, TARGET, recordings=2), replace(PCIE_GEN5, h2d=20e9)
-    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
     assert not learner.relink(slow)
     assert learner.plans == ()
-    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
 
 
 def test_other_links_wait_for_what_is_learned_anew() -> None:
     learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
     for _ in range(PATIENCE):
-        learner.period_over(TRACE, 700 * MiB, whole=False, pressed=False, drifted=False)
+        learner.iteration_over(TRACE, 700 * MiB, whole=False, pressed=False, mispredicted=False)
     before = learner.plans
-    learner.period_over(None, 700 * MiB, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(None, 700 * MiB, whole=True, pressed=False, mispredicted=False)
     assert not learner.relink(slow)
     assert before and learner.plans == before
-    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
 
 
 def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
     learner, later = large()
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     before = learner.plans
     assert not learner.relink(SLOW)
     assert learner.plans == before
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     assert learner.plans != before
 
 
@@ -90,7 +90,7 @@ def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked
     learner, later = large()
     assert not learner.relink(SLOW)
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     (of_old, of_new) = [future.result() for _, future in later.jobs]
     assert learner.plans == tuple(made.plan for made in of_new)
     assert of_new != of_old
@@ -99,7 +99,7 @@ def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked
 def test_of_plans_that_are_being_made_for_less_than_there_is_by_now_none_stay() -> None:
     learner, later = large()
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     jobs = len(later.jobs)
     for links in (SLOW, replace(SLOW, h2d=4e9)):
         assert not learner.relink(links)
@@ -109,26 +109,26 @@ def test_of_plans_that_are_being_made_for_less_than_there_is_by_now_none_stay() 
 def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() -> None:
     learner, later = large()
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     before = learner.plans
     assert not learner.relink(SLOW)
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     assert learner.plans != before
     assert not learner.relink(PCIE_GEN5)
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     assert learner.plans[0].is_the_same_as(before[0])
 
 
 def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
     """The program itself took more memory while others needed the bus."""
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     before, (predicted,) = learner.plans, learner.predictions
     assert predicted is not None
     learner.relink(SLOW)
-    assert quiet(learner, int(1.3 * predicted.peak["hbm"]))
+    assert unrecorded(learner, int(1.3 * predicted.peak["hbm"]))
     learner.relink(PCIE_GEN5)
     (now,) = learner.predictions
     assert now is not None and now.peak["hbm"] < predicted.peak["hbm"]
@@ -138,12 +138,12 @@ def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
 def test_plans_for_a_busy_bus_that_come_when_it_is_free_again_are_not_carried_out() -> None:
     learner, later = large()
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     before = learner.plans
     learner.relink(SLOW)
     assert not learner.relink(PCIE_GEN5), "they are still carried out"
     later.work()
-    assert not quiet(learner, 0)
+    assert not unrecorded(learner, 0)
     assert learner.plans == before
 
 
@@ -160,11 +160,11 @@ def test_plans_that_are_no_others_are_not_begun_with_anew() -> None:
 def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 GB/s became 4.5 GB/s, at the cost of two times some steps in which pages are mapped."""
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     (before,), (predicted,) = learner.plans, learner.predictions
     assert before.moved_bytes and predicted is not None
     rate = crossing(before, PCIE_GEN5) / predicted.seconds / PCIE_GEN5.both
-    monkeypatch.setattr("torch_tiers.migrator.planner.quiet.QUIET", part * rate)
+    monkeypatch.setattr("torch_tiers.migrator.planner.low_traffic.LOW_TRAFFIC", part * rate)
     quiet_enough = part == 1.0
     crowded = PCIE_GEN5.reduced(CROWDED)
     assert learner.relink(crowded) != quiet_enough
@@ -175,14 +175,14 @@ def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, m
 
 def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     (before,) = learner.plans
     learner.relink(PCIE_GEN5.reduced(LOADED))
     (predicted,) = learner.predictions
     assert predicted is not None and predicted.busy["h2d"]
-    late, peak = Lap(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10}), predicted.peak["hbm"]
+    late, peak = IterationTime(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10}), predicted.peak["hbm"]
     for _ in range(4):
-        learner.period_over(None, peak, whole=True, drifted=False, pressed=False, lap=late)
+        learner.iteration_over(None, peak, whole=True, mispredicted=False, pressed=False, iteration_time=late)
     assert not learner.plans[0].is_the_same_as(before)
     learner.relink(PCIE_GEN5)
     assert learner.plans[0].is_the_same_as(before)
@@ -190,13 +190,13 @@ def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
 
 def test_what_held_before_a_program_changed_does_not_come_back() -> None:
     learner, slow = Learner(another, TARGET), replace(PCIE_GEN5, h2d=20e9)
-    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
     before = learner.plans
     assert learner.relink(slow)
-    quiet(learner, TARGET, drifted=True)
+    unrecorded(learner, TARGET, mispredicted=True)
     longer = chain([10 * MiB] * 50)
     while learner.records_next:
-        learner.period_over(longer, 700 * MiB, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(longer, 700 * MiB, whole=True, pressed=False, mispredicted=False)
     learner.relink(PCIE_GEN5)
     assert len(learner.plans) == 2
     assert learner.plans != before
@@ -204,7 +204,7 @@ def test_what_held_before_a_program_changed_does_not_come_back() -> None:
 
 def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
     learner = learned(700 * MiB, another)
-    assert quiet(learner, 1100 * MiB)
+    assert unrecorded(learner, 1100 * MiB)
     before = room(learner)
     assert learner.relink(replace(PCIE_GEN5, h2d=20e9))
     assert room(learner) == before
@@ -213,13 +213,13 @@ def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
 def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once() -> None:
     """Other ranks took their share, or a disk is full: the job need not end, if there is a plan that moves less."""
     auto = Learner(POLICIES["auto"], int(0.7 * peak_of(MODEL)))
-    assert auto.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert auto.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     (before,) = auto.plans
-    assert before.parcel_bytes > 0
-    auto.plan_for_less(before.parcel_bytes // 2)
+    assert before.stored_bytes > 0
+    auto.plan_for_less(before.stored_bytes // 2)
     (plan,) = auto.plans
-    assert plan.parcel_bytes <= before.parcel_bytes // 2
-    half = before.parcel_bytes // 2
+    assert plan.stored_bytes <= before.stored_bytes // 2
+    half = before.stored_bytes // 2
     assert not auto.relink(replace(PCIE_GEN5, below=half, dram=half))  # which these are by now
 
 
@@ -227,20 +227,20 @@ def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once(
 def test_what_holds_least_still_does_whatever_the_links(policy: str) -> None:
     """A program stayed 5% over its budget, and each change of links cut another 4% off it, without end."""
     learner = Learner(POLICIES[policy], int(0.6 * peak_of(MODEL)), must_fit=False)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
 
-    def periods(count: int) -> None:
+    def iterations(count: int) -> None:
         for _ in range(count):
             (predicted,) = learner.predictions
             assert predicted is not None
             over = max(int(1.03 * predicted.peak["hbm"]), int(0.63 * peak_of(MODEL)))
-            learner.period_over(None, over, whole=True, pressed=False, drifted=False)
+            learner.iteration_over(None, over, whole=True, pressed=False, mispredicted=False)
 
-    periods(30)
+    iterations(30)
     (before,), correction = learner.plans, learner._feedback.correction
     for links in 4 * (LOADED, CROWDED, None):
         learner.relink(PCIE_GEN5 if links is None else PCIE_GEN5.reduced(links))
-        periods(10)
+        iterations(10)
     assert learner._feedback.correction == correction
     assert learner.plans[0].is_the_same_as(before), "and so what was before others came is there again"
 

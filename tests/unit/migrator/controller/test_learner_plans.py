@@ -21,20 +21,20 @@ from tests.unit.learners import (
     large,
     learned,
     peak_of,
-    quiet,
     run,
+    unrecorded,
 )
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.background import in_background
-from torch_tiers.migrator.controller.feedback import SETTLED, SURE, UNTOLD
+from torch_tiers.migrator.controller.feedback import SETTLED, SURE, UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
-from torch_tiers.migrator.controller.made import Made
 from torch_tiers.migrator.controller.orders import AT_ONCE, Job
-from torch_tiers.migrator.controller.recordings import PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.controller.planned import PlannedIteration
+from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
@@ -42,59 +42,61 @@ from torch_tiers.migrator.simulator import simulate
 # ------------------------------------------------------------------------------- beside the program
 
 
-def test_plans_that_take_long_are_adopted_at_the_end_of_the_period_in_which_they_are_there() -> None:
+def test_plans_that_take_long_are_adopted_at_the_end_of_the_iteration_in_which_they_are_there() -> None:
     learner, later = large()
-    assert not quiet(learner, 0)
+    assert not unrecorded(learner, 0)
     assert (learner.plans, learner.traces) == ((), ())
     assert learner.planning
     later.work()
     assert learner.plans == ()
     assert not learner.planning
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     assert (len(learner.plans), learner.traces) == (1, (MODEL,))
 
 
 def test_while_plans_are_made_nothing_is_corrected() -> None:
     learner, later = large()
-    assert not quiet(learner, 2 * peak_of(MODEL))
+    assert not unrecorded(learner, 2 * peak_of(MODEL))
     assert len(later.jobs) == 1
     later.work()
-    assert quiet(learner, 2 * peak_of(MODEL))  # still a period of the old plans
+    assert unrecorded(learner, 2 * peak_of(MODEL))  # still an iteration of the old plans
     assert len(later.jobs) == 1
-    quiet(learner, peak_of(MODEL))
+    unrecorded(learner, peak_of(MODEL))
     assert len(later.jobs) == 2
 
 
 def test_what_is_learned_meanwhile_takes_the_place_of_what_was_asked_for() -> None:
     learner, later = large()
     other = replace(MODEL, sites=tuple(replace(site, key=f"other.{site.key}") for site in MODEL.sites))
-    learner.period_over(other, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(other, 0, whole=True, pressed=False, mispredicted=False)
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     assert learner.traces == (MODEL, other)
 
 
 def test_at_the_end_plans_are_waited_for() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL), submit=in_background)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     learner.finish()
     assert len(learner.plans) == 1
 
 
 def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_nothing() -> None:
-    def elsewhere(job: Job) -> Future[tuple[Made, ...]]:
-        done: Future[tuple[Made, ...]] = Future()
+    def elsewhere(job: Job) -> Future[tuple[PlannedIteration, ...]]:
+        done: Future[tuple[PlannedIteration, ...]] = Future()
         done.set_result(pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(job))())))
         return done
 
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4, submit=elsewhere)
     assert len(MODEL.sites) > AT_ONCE
-    assert learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     (plan,), (predicted,) = learner.plans, learner.predictions
     assert predicted is not None and plan.groups
-    faster = Lap(0.9 * predicted.seconds, {})
+    faster = IterationTime(0.9 * predicted.seconds, {})
     changes = [
-        learner.period_over(None, predicted.peak["hbm"], whole=True, pressed=False, drifted=False, lap=faster)
+        learner.iteration_over(
+            None, predicted.peak["hbm"], whole=True, pressed=False, mispredicted=False, iteration_time=faster
+        )
         for _ in range(3 * SURE)
     ]
     assert learner.predictions[0] is not None and learner.predictions[0].seconds < 0.95 * predicted.seconds
@@ -103,7 +105,9 @@ def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_
 
 def test_a_target_that_no_plan_meets_is_an_error() -> None:
     with pytest.raises(NoPlanFits):
-        Learner(POLICIES["auto"], MODEL.others[0] // 2).period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        Learner(POLICIES["auto"], MODEL.others[0] // 2).iteration_over(
+            MODEL, 0, whole=True, pressed=False, mispredicted=False
+        )
 
 
 class Failing:
@@ -126,7 +130,7 @@ def test_who_fails_to_make_other_plans_leaves_those_that_there_are_and_that_is_s
     learner = learned(policy=policy)
     plans, policy.error = learner.plans, error
     for peak in (2 * TARGET, TARGET // 2):
-        assert not quiet(learner, peak)
+        assert not unrecorded(learner, peak)
         assert learner.plans == plans and not learner.planning
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.endswith("the plans there are stay")
@@ -134,8 +138,8 @@ def test_who_fails_to_make_other_plans_leaves_those_that_there_are_and_that_is_s
 
 def test_who_fails_to_make_the_first_plan_leaves_all_to_move(caplog: pytest.LogCaptureFixture) -> None:
     learner = Learner(Failing(ZeroDivisionError("a bug")), TARGET)
-    assert not learner.period_over(TRACE, 0, whole=True, pressed=False, drifted=False)
-    assert not quiet(learner, 2 * TARGET)
+    assert not learner.iteration_over(TRACE, 0, whole=True, pressed=False, mispredicted=False)
+    assert not unrecorded(learner, 2 * TARGET)
     assert learner.plans == ()
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "a bug" in said and said.endswith("as before the first plan")
@@ -147,7 +151,7 @@ def test_plans_that_are_waited_for_in_vain_hold_training_up_no_longer_than_other
     monkeypatch.setattr("torch_tiers.migrator.controller.learner.DEADLINE", 0.1)
     learner, later = large()
     later.work()
-    assert quiet(learner, 0)
+    assert unrecorded(learner, 0)
     plans = learner.plans
     learner.plan_for_less(MiB)
     assert learner.plans == plans and not learner.planning
@@ -157,19 +161,19 @@ def test_plans_that_are_waited_for_in_vain_hold_training_up_no_longer_than_other
 def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
     learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False)
     with caplog.at_level("WARNING", logger="tiers"):
-        assert learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
-        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        assert learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     assert learner.plans
     assert len(caplog.records) == 1
     assert "no plan keeps this program within" in caplog.text
 
 
 def test_threads_that_come_and_go_warn_once_of_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    told: set[str] = set()
+    warned: set[str] = set()
     with caplog.at_level("WARNING", logger="tiers"):
         for _ in range(3):
-            learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False, told=told)
-            learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+            learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False, warned=warned)
+            learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     assert len(caplog.records) == 1
 
 
@@ -178,7 +182,7 @@ def test_what_is_said_of_a_target_that_is_not_met_names_the_budget_it_is_a_part_
 ) -> None:
     learner = Learner(POLICIES["auto"], 90 * MiB, must_fit=False, budget=100 * MiB)
     with caplog.at_level("WARNING", logger="tiers"):
-        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     assert "within 100.0 MiB" in caplog.text
 
 
@@ -186,12 +190,12 @@ def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
     with pytest.raises(NoPlanFits) as error:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
     learner = Learner(POLICIES["auto"], error.value.smallest + 100 * MiB)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
-    assert quiet(learner, 2 * error.value.smallest)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    assert unrecorded(learner, 2 * error.value.smallest)
     (predicted,) = learner.predictions
     assert predicted is not None
     assert predicted.peak["hbm"] <= error.value.smallest
-    changed = [quiet(learner, 2 * error.value.smallest) for _ in range(5)]
+    changed = [unrecorded(learner, 2 * error.value.smallest) for _ in range(5)]
     assert not any(changed[2:])
 
 
@@ -204,60 +208,65 @@ def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
     error=st.floats(-0.15, 0.15),
     slower=st.floats(0.5, 1.0),
 )
-def test_corrections_settle_within_ten_periods(share: float, error: float, slower: float) -> None:
+def test_corrections_settle_within_ten_iterations(share: float, error: float, slower: float) -> None:
     """A program whose peak differs from what is predicted by a share of the target, on links slower than thought."""
     target = int(share * peak_of(MODEL))
     links = replace(PCIE_GEN5, d2h=slower * PCIE_GEN5.d2h, h2d=slower * PCIE_GEN5.h2d)
     learner = Learner(POLICIES["auto"], target)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     changed, peak = [], 0
     for _ in range(25):
         real = simulate(MODEL, links, learner.plans[0])
         peak = real.peak["hbm"] + int(error * target)
         changed.append(
-            learner.period_over(
-                None, peak, whole=True, pressed=False, drifted=False, lap=Lap(real.seconds, real.stalls)
+            learner.iteration_over(
+                None,
+                peak,
+                whole=True,
+                pressed=False,
+                mispredicted=False,
+                iteration_time=IterationTime(real.seconds, real.stalls),
             )
         )
     assert not any(changed[10:])
     assert peak <= target * (1 + SETTLED)
 
 
-def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
+def test_several_iterations_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
     learner = Learner(POLICIES["flashneuron"], TARGET, recordings=3)
     for _ in range(2):
-        assert not learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
+        assert not learner.iteration_over(chain([MiB] * 4), 0, whole=True, pressed=False, mispredicted=False)
         assert learner.records_next
         assert not learner.plans
-    assert learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
+    assert learner.iteration_over(chain([MiB] * 4), 0, whole=True, pressed=False, mispredicted=False)
     assert learner.plans
     assert not learner.records_next
 
 
-def test_the_device_is_held_back_in_the_last_period_of_those_that_are_recorded_in_a_row() -> None:
+def test_the_device_is_held_back_in_the_last_iteration_of_those_that_are_recorded_in_a_row() -> None:
     learner, given = Learner(POLICIES["flashneuron"], TARGET, recordings=3), []
     for _ in range(3):
         given.append(learner.holds_device)
-        learner.period_over(TRACE, 0, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(TRACE, 0, whole=True, pressed=False, mispredicted=False)
     assert given == [False, False, True]
-    quiet(learner, TARGET, drifted=True)
+    unrecorded(learner, TARGET, mispredicted=True)
     given.clear()
     while learner.records_next:
         given.append(learner.holds_device)
-        learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(TRACE, TARGET, whole=True, pressed=False, mispredicted=False)
     assert given == [False] * (len(given) - 1) + [True]
 
 
 def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL), recordings=3)
     for _ in range(PATIENCE + 2):
-        learner.period_over(MODEL, 0, whole=False, pressed=False, drifted=False)
+        learner.iteration_over(MODEL, 0, whole=False, pressed=False, mispredicted=False)
     before = learner.plans
     given, changed = [], []
-    quiet(learner, 0)
+    unrecorded(learner, 0)
     for _ in range(3):
         given.append(learner.holds_device)
-        changed.append(learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False))
+        changed.append(learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False))
     assert before and learner.plans
     assert (given, changed) == ([False, False, True], [False, False, True])
 
@@ -265,21 +274,23 @@ def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> Non
 # ---------------------------------------------------------------------------------- plans that stay
 
 
-def bear_out(learner: Learner, periods: int) -> list[bool]:
-    """Periods that take what was predicted; whether the plans had settled after each."""
+def bear_out(learner: Learner, iterations: int) -> list[bool]:
+    """Iterations that take what was predicted; whether the plans had settled after each."""
     (predicted,) = learner.predictions
     assert predicted is not None
     settled = []
-    for _ in range(periods):
-        lap, peak = Lap(predicted.seconds, predicted.stalls), predicted.peak["hbm"]
-        assert not learner.period_over(None, peak, whole=True, pressed=False, drifted=False, lap=lap)
+    for _ in range(iterations):
+        iteration_time, peak = IterationTime(predicted.seconds, predicted.stalls), predicted.peak["hbm"]
+        assert not learner.iteration_over(
+            None, peak, whole=True, pressed=False, mispredicted=False, iteration_time=iteration_time
+        )
         settled.append(learner.settled)
     return settled
 
 
 def test_plans_have_settled_once_laps_bore_them_out() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     assert learner.complete and not learner.settled
     settled = bear_out(learner, 12)
     assert settled == sorted(settled) and settled.index(True) >= SURE
@@ -289,43 +300,43 @@ def test_plans_have_not_settled_while_something_is_recorded_planned_or_corrected
     learner, later = large()
     assert not learner.settled
     later.work()
-    quiet(learner, 0)
+    unrecorded(learner, 0)
     (predicted,) = learner.predictions
     assert predicted is not None
     assert bear_out(learner, 12)[-1]
-    quiet(learner, predicted.peak["hbm"], drifted=True)
+    unrecorded(learner, predicted.peak["hbm"], mispredicted=True)
     assert learner.records_next and not learner.settled
     while learner.records_next:
-        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     assert learner.settled
-    quiet(learner, 2 * peak_of(MODEL))
+    unrecorded(learner, 2 * peak_of(MODEL))
     assert learner.planning and not learner.settled
     later.work()
-    quiet(learner, 0)
+    unrecorded(learner, 0)
     assert learner.complete and not learner.settled, "the new plans are not borne out yet"
 
 
-def test_where_no_laps_are_to_be_had_plans_settle_all_the_same() -> None:
+def test_where_no_times_are_to_be_had_plans_settle_all_the_same() -> None:
     one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
     several = Learner(FLASHNEURON, TARGET)
     run(several, [(one, 900 * MiB), (other, 900 * MiB)] * 4)
     too_small = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
-    too_small.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    too_small.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     for learner in (learned(100 * MiB), several, too_small):
-        for _ in range(3 * UNTOLD):
-            quiet(learner, 2 * peak_of(MODEL) if learner is too_small else TARGET)
+        for _ in range(3 * UNTIMED):
+            unrecorded(learner, 2 * peak_of(MODEL) if learner is too_small else TARGET)
         assert learner.settled
 
 
 # ---------------------------------------------------------------------------- what cannot be helped
 
 
-def test_while_the_first_plan_is_made_nothing_can_depart_from_it() -> None:
+def test_while_the_first_plan_is_made_nothing_mispredicts() -> None:
     learner, later = large()
-    assert not learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
+    assert not learner.iteration_over(None, 0, whole=True, pressed=False, mispredicted=True)
     assert not learner.records_next
     later.work()
-    assert learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
+    assert learner.iteration_over(None, 0, whole=True, pressed=False, mispredicted=True)
     assert not learner.records_next
 
 
@@ -335,28 +346,28 @@ def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:
     for _ in range(150):
         trace = TRACE if learner.records_next else None
         recorded += trace is not None
-        learner.period_over(trace, TARGET, whole=True, pressed=False, drifted=True)
-    assert recorded <= 2 * PERIODS_AFTER_DRIFT
+        learner.iteration_over(trace, TARGET, whole=True, pressed=False, mispredicted=True)
+    assert recorded <= 2 * ITERATIONS_AFTER_MISPREDICTION
     assert learner.plans == plans
 
 
 def test_where_no_plan_holds_less_nothing_is_asked_for_in_vain() -> None:
-    """What exceeds the target has another place to be: it would be asked for less and less, in every period."""
+    """What exceeds the target has another place to be: it would be asked for less and less, in every iteration."""
     learner = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     (plan,) = learner.plans
-    assert not any(quiet(learner, 2 * peak_of(MODEL)) for _ in range(20))
+    assert not any(unrecorded(learner, 2 * peak_of(MODEL)) for _ in range(20))
     assert learner.plans == (plan,)
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"autotm"}))  # which needs scipy
 def test_a_policy_that_refuses_nothing_is_asked_for_less_in_vain_only_once(name: str) -> None:
-    """What a published policy finds may not fit. However little is lacking, that is so after ten periods."""
+    """What a published policy finds may not fit. However little is lacking, that is so after ten iterations."""
     with suppress(NoPlanFits):
         least = simulate(MODEL, PCIE_GEN5, POLICIES[name](MODEL, 0, PCIE_GEN5)).peak["hbm"]
         learner = Learner(POLICIES[name], int(least / 1.03), must_fit=False)
-        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
-        changed = [quiet(learner, simulate(MODEL, PCIE_GEN5, learner.plans[0]).peak["hbm"]) for _ in range(30)]
+        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        changed = [unrecorded(learner, simulate(MODEL, PCIE_GEN5, learner.plans[0]).peak["hbm"]) for _ in range(30)]
         assert not any(changed[10:])
 
 
@@ -364,14 +375,14 @@ def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
     """A ResNet at half of its memory, where nothing moves: the device was faster than recorded."""
     target = peak_of(MODEL) * 3 // 4
     learner = Learner(POLICIES["checkpoint"], target)  # which goes by shares of time, so that the pace is all one
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     (plan,), (before,) = learner.plans, learner.predictions
     assert before is not None
-    lap = Lap(0.9 * before.seconds, before.stalls)
-    for _ in range(2 * UNTOLD):
-        assert not learner.period_over(None, target, whole=True, pressed=False, drifted=False, lap=lap), (
-            "nothing changed for whoever carries it out"
-        )
+    iteration_time = IterationTime(0.9 * before.seconds, before.stalls)
+    for _ in range(2 * UNTIMED):
+        assert not learner.iteration_over(
+            None, target, whole=True, pressed=False, mispredicted=False, iteration_time=iteration_time
+        ), "nothing changed for whoever carries it out"
     (after,) = learner.predictions
     assert learner.plans == (plan,) and learner.settled
     assert after is not None and after.seconds < 0.95 * before.seconds
@@ -386,42 +397,42 @@ def test_a_plan_that_was_measured_to_take_less_than_another_is_to_stays(fast: bo
         return POLICIES["auto"](trace, int(rooms.pop(0) * budget), links)
 
     learner = Learner(better_and_better, target := peak_of(MODEL) * 3 // 4, submit=later)
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     later.work()
-    quiet(learner, 0)
+    unrecorded(learner, 0)
     (plan,), (before,) = learner.plans, learner.predictions
     assert before is not None
 
-    def lap(seconds: float) -> None:
-        taken = Lap(seconds, before.stalls)
-        learner.period_over(None, target, whole=True, pressed=False, drifted=False, lap=taken)
+    def iteration(seconds: float) -> None:
+        taken = IterationTime(seconds, before.stalls)
+        learner.iteration_over(None, target, whole=True, pressed=False, mispredicted=False, iteration_time=taken)
 
     while not learner.planning:
-        lap(0.9 * before.seconds)
+        iteration(0.9 * before.seconds)
     for _ in range(SURE):
-        lap((0.5 if fast else 0.9) * before.seconds)
+        iteration((0.5 if fast else 0.9) * before.seconds)
     later.work()
-    lap(0.9 * before.seconds)
+    iteration(0.9 * before.seconds)
     assert (learner.plans == (plan,)) == fast
 
 
 def test_what_was_recorded_anew_is_carried_out_anew_though_the_plan_is_the_same() -> None:
     """More may be known by now to be recomputed with the same bits."""
     learner = Learner(POLICIES["keep"], 2 * peak_of(MODEL))
-    learner.period_over(replace(MODEL, recipes={}), 0, whole=True, pressed=False, drifted=False)
+    learner.iteration_over(replace(MODEL, recipes={}), 0, whole=True, pressed=False, mispredicted=False)
     (plan,) = learner.plans
     while not learner.records_next:
-        quiet(learner, 0, drifted=True)
+        unrecorded(learner, 0, mispredicted=True)
     changed = False
     while learner.records_next:
-        changed |= learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        changed |= learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
     assert changed and learner.plans == (plan,)
 
 
 def test_a_plan_is_told_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tiers"):
-        Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).period_over(
-            MODEL, 0, whole=True, pressed=False, drifted=False
+        Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).iteration_over(
+            MODEL, 0, whole=True, pressed=False, mispredicted=False
         )
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("period 1, plan by auto: ") and "of ideal" in line
+    assert line.startswith("iteration 1, plan by auto: ") and "of ideal" in line

@@ -1,4 +1,4 @@
-"""Which periods are recorded, and which of them count as one kind."""
+"""Which iterations are recorded, and which of them count as one kind."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch_tiers.migrator.model.trace import Trace
 
 
 def layers(sizes: dict[str, int]) -> Trace:
-    """A period that saves so many MiB at each site."""
+    """An iteration that saves so many MiB at each site."""
     trace = chain([nbytes * MiB for nbytes in sizes.values()])
     sites = tuple(replace(site, key=key) for site, key in zip(trace.sites, sizes, strict=True))
     return replace(trace, sites=sites)
 
 
-def recorded(recordings: Recordings, periods: int, trace: Trace) -> int:
-    """How many of so many periods, each of which departs from the plans, are recorded."""
+def recorded(recordings: Recordings, iterations: int, trace: Trace) -> int:
+    """How many of so many iterations, each of which the plans mispredict, are recorded."""
     count = 0
-    for period in range(2, 2 + periods):
+    for iteration in range(2, 2 + iterations):
         if recordings.due:
             count += 1
-            recordings.add(trace, period)
+            recordings.add(trace, iteration)
         else:
-            recordings.pass_by(period, drifted=True)
+            recordings.pass_by(iteration, mispredicted=True)
     return count
 
 
-def test_periods_that_share_most_of_their_bytes_are_of_one_kind() -> None:
+def test_iterations_that_share_most_of_their_bytes_are_of_one_kind() -> None:
     usual = layers({f"expert{k}:0": 10 for k in range(16)})
     one_expert_less = layers({f"expert{k}:0": 10 for k in range(15)})
     half = layers({f"expert{k}:0": 10 for k in range(8)})
@@ -43,12 +43,12 @@ def test_periods_that_share_most_of_their_bytes_are_of_one_kind() -> None:
     assert not are_of_one_kind(usual, half) and not are_of_one_kind(half, usual)
 
 
-def test_of_one_kind_the_largest_period_is_kept() -> None:
+def test_of_one_kind_the_largest_iteration_is_kept() -> None:
     small, large = layers({"a:0": 1, "b:0": 2}), layers({"a:0": 2, "b:0": 2})
     for order in ((small, large), (large, small)):
         recordings = Recordings(2)
-        for period, trace in enumerate(order):
-            recordings.add(trace, period)
+        for iteration, trace in enumerate(order):
+            recordings.add(trace, iteration)
         assert recordings.traces == (large,)
 
 
@@ -60,34 +60,36 @@ def test_other_kinds_are_kept_beside_it() -> None:
     assert recordings.traces == (training, generator)
 
 
-@pytest.mark.parametrize(("periods", "most"), [(30, 4), (150, 8), (700, 16)])
-def test_a_program_that_departs_in_every_period_is_recorded_ever_more_rarely(periods: int, most: int) -> None:
+@pytest.mark.parametrize(("iterations", "most"), [(30, 4), (150, 8), (700, 16)])
+def test_a_program_that_is_mispredicted_in_every_iteration_is_recorded_ever_more_rarely(
+    iterations: int, most: int
+) -> None:
     recordings = Recordings(1)
     recordings.add(layers({"a:0": 1}), 1)
-    assert 4 <= recorded(recordings, periods, layers({"b:0": 1})) <= most
+    assert 4 <= recorded(recordings, iterations, layers({"b:0": 1})) <= most
 
 
 @pytest.mark.parametrize(
     ("sizes", "varies"), [((4, 4, 4, 3), False), ((4, 3, 4, 2), True), ((4,), False), ((4, 3, 3, 4, 4), False)]
 )
-def test_a_kind_varies_where_its_periods_are_seldom_as_large_as_the_largest(
+def test_a_kind_varies_where_its_iterations_are_seldom_as_large_as_the_largest(
     sizes: tuple[int, ...], varies: bool
 ) -> None:
     recordings = Recordings(1)
-    for period, nbytes in enumerate(sizes):
-        recordings.add(layers({"a:0": nbytes, "b:0": 1}), period)
+    for iteration, nbytes in enumerate(sizes):
+        recordings.add(layers({"a:0": nbytes, "b:0": 1}), iteration)
     assert recordings.varies == varies
 
 
-def looks(periods: Sequence[tuple[Trace, bool]], recordings: Recordings) -> list[int]:
-    """Numbers of the periods that are recorded of these; each tells whether it departs from the plans there are."""
+def looks(iterations: Sequence[tuple[Trace, bool]], recordings: Recordings) -> list[int]:
+    """Numbers of the iterations that are recorded of these; each tells whether it departs from the plans there are."""
     found = []
-    for period, (trace, departs) in enumerate(periods, 2):
+    for iteration, (trace, departs) in enumerate(iterations, 2):
         if recordings.due:
-            found.append(period)
-            recordings.add(trace, period)
+            found.append(iteration)
+            recordings.add(trace, iteration)
         else:
-            recordings.pass_by(period, drifted=departs)
+            recordings.pass_by(iteration, mispredicted=departs)
     return found
 
 
@@ -130,13 +132,13 @@ def test_a_kind_that_comes_as_large_now_and_then_stays_as_large() -> None:
 
 
 def test_a_pause_begins_when_there_are_plans() -> None:
-    """Planning that took longer than the pause was under way in each period."""
+    """Planning that took longer than the pause was under way in each iteration."""
     known, other = layers({"a:0": 1}), layers({"b:0": 1})
     recordings = Recordings(1)
     recordings.add(known, 1)
     assert looks([(other, True)] * 5, recordings) == [3, 4, 5, 6]
     recordings.planned(1000)
-    recordings.pass_by(1001, drifted=True)
+    recordings.pass_by(1001, mispredicted=True)
     assert not recordings.due
 
 
@@ -146,5 +148,5 @@ def test_what_is_learned_anew_does_not_wait_for_the_pauses_of_before() -> None:
     looks([(layers({f"b{k}:0": 1}), True) for k in range(600)], recordings)
     recordings.begin_anew()
     recordings.add(layers({"a:0": 1}), 602)
-    recordings.pass_by(603, drifted=True)
+    recordings.pass_by(603, mispredicted=True)
     assert recordings.due

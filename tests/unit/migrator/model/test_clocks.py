@@ -49,7 +49,7 @@ def test_a_host_that_joins_the_device_begins_with_an_empty_queue() -> None:
     assert wall(joined)[0] == pytest.approx([4.0, 7.0, 8.0])
 
 
-def test_a_host_is_ahead_by_no_more_than_a_queue_as_the_next_period_begins() -> None:
+def test_a_host_is_ahead_by_no_more_than_a_queue_as_the_next_iteration_begins() -> None:
     assert wall(even(2.0, 1.0))[1] == QUEUE
     assert wall(even(2.0, 1.0, joins=frozenset({4})))[1] == 0.0
     assert wall(even(1.0, 2.0))[1] == 0.0

@@ -57,7 +57,7 @@ def test_a_group_is_complete_after_its_last_birth_and_needed_at_its_first_use(
 
 def test_a_group_waits_for_what_a_residual_block_saves_again_at_its_end() -> None:
     # The shortcut saves the block's input a second time. A group that ends in between must not look like a later one:
-    # the first was sent without that save, and then never complete, in every period.
+    # the first was offloaded without that save, and then never complete, in every iteration.
     first, last = Site("conv:0", 0, 80 * MiB, 0, (5,)), Site("cut:0", 0, 80 * MiB, 2, (3,))
     trace = Trace((first, Site("bn:0", 1, 80 * MiB, 1, (4,)), last), positions=6)
     groups = make_plan("test", trace, range(2), 0).groups
@@ -109,7 +109,7 @@ def test_what_is_never_used_has_no_first_use() -> None:
 
 
 def test_a_group_takes_whole_pages_below_hbm() -> None:
-    assert make_plan("test", chain([1, 3 * MiB]), {0, 1}, 0).parcel_bytes == 6 * MiB
+    assert make_plan("test", chain([1, 3 * MiB]), {0, 1}, 0).stored_bytes == 6 * MiB
 
 
 def test_the_room_is_never_less_than_the_largest_group() -> None:

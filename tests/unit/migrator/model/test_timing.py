@@ -1,4 +1,4 @@
-"""Several recordings of one period: the shortest time of each stretch, and of what is alike."""
+"""Several recordings of one iteration: the shortest time of each stretch, and of what is alike."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_stretch_takes_what_it_took_when_nothing_disturbed_it() -> None:
     assert together(TRACE, late) == seen
 
 
-def test_other_sites_are_another_period() -> None:
+def test_other_sites_are_another_iteration() -> None:
     other = replace(TRACE, sites=SITES[:1])
     assert together(TRACE, other) == other
 
@@ -31,8 +31,8 @@ def test_what_was_in_hbm_by_accident_is_not_counted() -> None:
     assert together(TRACE, replace(TRACE, others=(9, 11, 9, 7, 9))).others == (9, 9, 9, 7, 9)
 
 
-def test_what_a_period_began_with_is_counted_in_whatever_order_they_were_recorded() -> None:
-    """Gradients that accumulate: the first period of a step begins without them, the others with them."""
+def test_what_an_iteration_began_with_is_counted_in_whatever_order_they_were_recorded() -> None:
+    """Gradients that accumulate: the first iteration of a step begins without them, the others with them."""
     without, having = replace(TRACE, others=(7, 9, 9, 11, 12)), replace(TRACE, others=(11, 13, 13, 13, 12))
     for order in ((without, having), (having, without), (without, having, without), (having, without, having)):
         assert reduce(together, order).others == (11, 13, 13, 13, 12)

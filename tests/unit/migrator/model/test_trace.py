@@ -58,10 +58,10 @@ def test_an_operation_holds_what_it_saves_until_it_has_computed() -> None:
     """A batch normalisation saves its input, its weight and its statistics, and makes its output last."""
     sites = [Site("conv:0", 0, 8, 0, (6,)), *(Site(f"norm:{k}", 1 + k, 8, 1 + k, ()) for k in range(3))]
     trace = Trace((*sites, Site("relu:0", 4, 8, 4, (5,))), 7, held={0: 4})
-    assert trace.let_go == {0: 4, 1: 5, 2: 5, 3: 5, 4: 6}
+    assert trace.released_at == {0: 4, 1: 5, 2: 5, 3: 5, 4: 6}
 
 
 def test_what_follows_in_one_module_is_not_all_of_one_operation() -> None:
     """In a forward that calls functions alone nothing was ever let go of, so that recomputing freed nothing."""
     trace = Trace(tuple(Site(f"net:{k}", k, 8, k, (47 - k,)) for k in range(24)), 48)
-    assert [trace.let_go[k] for k in range(24)] == [min(k + KEPT - 1, 23) + 2 for k in range(24)]
+    assert [trace.released_at[k] for k in range(24)] == [min(k + KEPT - 1, 23) + 2 for k in range(24)]

@@ -50,7 +50,7 @@ class Held:
         return buffer[self.saved.offset : self.saved.offset + self.saved.nbytes]
 
     def die(self) -> None:
-        """The graph lets go of it; the engine learns of it when it looks."""
+        """The graph releases it; the engine learns of it when it looks."""
         graph.remove(self)
         del self.claim, self.saved
 
@@ -77,11 +77,11 @@ class Rig:
         )
         return Held(self.engine, group, tensor)
 
-    def sent(self, next_use: int = 0, count: int = 1) -> list[Held]:
-        """A group on its way; it is let go of at once if the limit says so."""
+    def offloaded(self, next_use: int = 0, count: int = 1) -> list[Held]:
+        """A group on its way; it is released at once if the limit says so."""
         group = self.group(next_use)
         held = [self.held(group) for _ in range(count)]
-        self.engine.send(group)
+        self.engine.offload(group)
         return held
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What the engine says of a period."""
+"""What the engine says of an iteration."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from tests.unit.migrator.offload.rig import NBYTES, Rig, assert_nothing_left
 from torch_tiers.migrator.offload.group import State
 
 
-def test_the_period_counts_what_is_still_alive(rig: Rig) -> None:
+def test_the_iteration_counts_what_is_still_alive(rig: Rig) -> None:
     held = rig.held(rig.group())
     rig.engine.entered(5)
-    rig.engine.end_period()
+    rig.engine.end_iteration()
     assert rig.engine.resident == NBYTES
     held.use()
     assert rig.engine.resident == 0
@@ -25,17 +25,17 @@ def test_what_leaves_twice_is_subtracted_once(rig: Rig) -> None:
     assert_nothing_left(rig)
 
 
-def test_the_peak_is_that_of_the_period(rig: Rig) -> None:
+def test_the_peak_is_that_of_the_iteration(rig: Rig) -> None:
     rig.compute.static = 1000
     rig.engine.entered(50)
     rig.engine.begin_backward()
     rig.engine.left(50)
-    assert rig.engine.end_period() == 1050
-    assert rig.engine.end_period() == 1000
+    assert rig.engine.end_iteration() == 1050
+    assert rig.engine.end_iteration() == 1000
 
 
 def test_bytes_that_stay_push_groups_out(rig: Rig) -> None:
     rig.engine.limit = 2 * NBYTES
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     rig.engine.entered(NBYTES + 1)
     assert held.group.state is State.AWAY

@@ -63,7 +63,7 @@ def forward(engine: Engine, rng: Random, groups: int) -> list[Held]:
             if rng.random() < 0.2:
                 held.append(Held(engine, group, tensor, held[-1].saved))
         if rng.random() < 0.9:
-            engine.send(group)
+            engine.offload(group)
             if rng.random() < 0.2:  # saved once more when its group is on its way, or gone
                 held.append(Held(engine, group, tensor, held[-1].saved))
         if rng.random() < 0.2:
@@ -102,12 +102,12 @@ def test_any_program_gets_back_what_it_saved(on_disk: bool, tmp_path: Path, seed
         if rng.random() < 0.2:  # an exception: this graph dies without a backward
             for tensor in held:
                 tensor.die()
-        elif rng.random() < 0.2:  # two losses: this graph waits for the next period
+        elif rng.random() < 0.2:  # two losses: this graph waits for the next iteration
             kept.extend(held)
         else:
             backward(rig.engine, rng, kept + held)
             kept = []
-        rig.engine.end_period()
+        rig.engine.end_iteration()
         assert rig.engine.resident >= 0
     for tensor in kept:
         assert torch.equal(tensor.use(), tensor.expected)

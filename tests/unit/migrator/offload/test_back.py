@@ -23,17 +23,17 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 def test_what_is_needed_on_its_way_out_is_handed_back(rig: Rig) -> None:
     rig.engine.limit = NBYTES
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     assert torch.equal(held.use(), held.expected)
     assert rig.back.copies == 0
 
 
-def test_what_was_handed_back_stays_whole_when_its_group_is_let_go(rig: Rig) -> None:
+def test_what_was_handed_back_stays_whole_when_its_group_is_released(rig: Rig) -> None:
     rig.engine.limit = NBYTES
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     given = held.use()
     rig.engine.limit = 0
-    rig.sent()
+    rig.offloaded()
     rig.engine.relieve()
     assert torch.equal(given, held.expected)
 
@@ -42,7 +42,7 @@ def test_a_group_that_cannot_come_back_holds_no_hbm_and_can_later(rig: Rig, monk
     def full(*_: object) -> None:
         raise TierFull("dram", None, NBYTES, 0, 0)
 
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     rig.run()
     with monkeypatch.context() as patch:
         patch.setattr(rig.backing, "lend", full)
@@ -55,7 +55,7 @@ def test_a_group_that_cannot_come_back_holds_no_hbm_and_can_later(rig: Rig, monk
 
 
 def test_a_group_comes_back_bit_for_bit_in_one_copy(rig: Rig) -> None:
-    members = rig.sent(count=3)
+    members = rig.offloaded(count=3)
     rig.out.run()
     views = [held.use() for held in members]
     rig.back.run()
@@ -64,14 +64,14 @@ def test_a_group_comes_back_bit_for_bit_in_one_copy(rig: Rig) -> None:
 
 
 def test_a_group_that_comes_back_waits_for_its_own_copy_out(rig: Rig) -> None:
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     held.use()
     _, after, _ = rig.back.jobs[0]
-    assert held.group.parcel is not None and held.group.parcel.filled in after
+    assert held.group.stored is not None and held.group.stored.filled in after
 
 
 def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
-    (held,), (other,) = rig.sent(next_use=1), rig.sent(next_use=0)
+    (held,), (other,) = rig.offloaded(next_use=1), rig.offloaded(next_use=0)
     rig.run()
     before = (rig.engine.resident, held.saved.group.state, rig.engine.unsettled)
     seen = rig.engine.glimpse(held.saved)
@@ -88,7 +88,7 @@ def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
 
 def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
     rig.engine.limit = 2 * NBYTES
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     assert rig.engine.glimpse(held.saved) is None  # the program's own memory is still there
     rig.engine.limit = 0
     rig.engine.relieve()
@@ -102,7 +102,7 @@ def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
 
 
 def test_the_stream_waits_for_a_buffer_once(rig: Rig) -> None:
-    members = rig.sent(count=3)
+    members = rig.offloaded(count=3)
     rig.out.run()
     rig.compute.waits.clear()
     for held in members:
@@ -111,7 +111,7 @@ def test_the_stream_waits_for_a_buffer_once(rig: Rig) -> None:
 
 
 def test_every_stream_that_uses_a_buffer_waits_for_it(rig: Rig) -> None:
-    one, other, _ = rig.sent(count=3)
+    one, other, _ = rig.offloaded(count=3)
     rig.out.run()
     rig.compute.waits.clear()
     one.use()
@@ -122,7 +122,7 @@ def test_every_stream_that_uses_a_buffer_waits_for_it(rig: Rig) -> None:
 
 
 def test_a_buffer_is_handed_over_to_a_first_user_on_another_stream(rig: Rig) -> None:
-    held, _ = rig.sent(count=2)
+    held, _ = rig.offloaded(count=2)
     rig.out.run()
     rig.engine.limit = 2 * NBYTES
     rig.engine.begin_backward()
@@ -132,7 +132,7 @@ def test_a_buffer_is_handed_over_to_a_first_user_on_another_stream(rig: Rig) -> 
 
 
 def test_groups_come_back_in_the_order_in_which_they_are_needed(rig: Rig) -> None:
-    groups = {next_use: rig.sent(next_use)[0] for next_use in (5, 1, 9, 3)}
+    groups = {next_use: rig.offloaded(next_use)[0] for next_use in (5, 1, 9, 3)}
     rig.out.run()
     rig.engine.limit = 2 * NBYTES
     rig.engine.begin_backward()
@@ -145,7 +145,7 @@ def test_groups_come_back_in_the_order_in_which_they_are_needed(rig: Rig) -> Non
 
 def test_prefetching_stays_within_the_limit(rig: Rig) -> None:
     for next_use in range(6):
-        rig.sent(next_use)
+        rig.offloaded(next_use)
     rig.out.run()
     rig.engine.limit = 3 * NBYTES
     rig.engine.begin_backward()
@@ -153,7 +153,7 @@ def test_prefetching_stays_within_the_limit(rig: Rig) -> None:
 
 
 def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
-    groups = [rig.sent(next_use=k)[0] for k in range(6)]
+    groups = [rig.offloaded(next_use=k)[0] for k in range(6)]
     rig.out.run()
     rig.engine.limit = 10 * NBYTES
     rig.engine.ahead = 2
@@ -164,7 +164,7 @@ def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
 
 
 def test_a_group_that_died_before_its_use_makes_way_for_the_next(rig: Rig) -> None:
-    groups = [rig.sent(next_use=k)[0] for k in range(3)]
+    groups = [rig.offloaded(next_use=k)[0] for k in range(3)]
     rig.out.run()
     rig.engine.limit = 10 * NBYTES
     rig.engine.ahead = 1
@@ -177,7 +177,7 @@ def test_a_group_that_died_before_its_use_makes_way_for_the_next(rig: Rig) -> No
 
 
 def test_prefetching_waits_for_bytes_that_stay(rig: Rig) -> None:
-    rig.sent()
+    rig.offloaded()
     rig.out.run()
     rig.engine.limit = NBYTES
     rig.engine.entered(1)
@@ -188,7 +188,7 @@ def test_prefetching_waits_for_bytes_that_stay(rig: Rig) -> None:
 
 
 def test_a_group_comes_back_when_its_position_is_reached(rig: Rig) -> None:
-    (held,) = rig.sent(7)
+    (held,) = rig.offloaded(7)
     rig.out.run()
     held.group.bring_at = 5
     rig.engine.limit = NBYTES
@@ -200,7 +200,7 @@ def test_a_group_comes_back_when_its_position_is_reached(rig: Rig) -> None:
 
 
 def test_what_is_needed_before_its_position_comes_back_all_the_same(rig: Rig) -> None:
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     held.group.bring_at = 100
     rig.out.run()
     view = held.use()
@@ -210,7 +210,7 @@ def test_what_is_needed_before_its_position_comes_back_all_the_same(rig: Rig) ->
 
 def test_the_room_of_a_site_holds_from_its_birth_and_from_its_use(rig: Rig) -> None:
     rig.engine.limit = 4 * NBYTES
-    groups = [rig.sent(next_use)[0].group for next_use in range(3)]
+    groups = [rig.offloaded(next_use)[0].group for next_use in range(3)]
     rig.engine.born(Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
     assert [group.state for group in groups] == [State.AWAY, State.AWAY, State.LEAVING]
     rig.out.run()
@@ -228,7 +228,7 @@ def test_what_is_asked_for_again_does_not_turn_the_room_back(rig: Rig) -> None:
 
 
 def test_what_is_needed_comes_back_whatever_the_limit(rig: Rig) -> None:
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     rig.out.run()
     rig.engine.begin_backward()
     view = held.use()
@@ -237,7 +237,7 @@ def test_what_is_needed_comes_back_whatever_the_limit(rig: Rig) -> None:
 
 
 def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None:
-    one, other = rig.sent(count=2)
+    one, other = rig.offloaded(count=2)
     rig.out.run()
     one.use()
     assert one.group.state is State.HOME and one.group.buffer is not None
@@ -251,7 +251,7 @@ def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None
 
 
 def test_no_room_for_a_prefetch_is_no_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     rig.out.run()
     rig.engine.limit = NBYTES
 
@@ -269,7 +269,7 @@ def test_no_room_for_a_prefetch_is_no_error(rig: Rig, monkeypatch: pytest.Monkey
 
 
 def test_a_second_backward_brings_groups_back_again(rig: Rig) -> None:
-    members = rig.sent(count=2)
+    members = rig.offloaded(count=2)
     rig.out.run()
     for _ in range(3):
         views = [held.use() for held in members]
@@ -278,7 +278,7 @@ def test_a_second_backward_brings_groups_back_again(rig: Rig) -> None:
 
 
 def test_a_second_backward_does_not_keep_all_groups_in_hbm(rig: Rig) -> None:
-    groups = [rig.sent(next_use)[0] for next_use in range(8)]
+    groups = [rig.offloaded(next_use)[0] for next_use in range(8)]
     rig.out.run()
     for _ in range(3):
         for held in groups:
@@ -294,7 +294,7 @@ def test_a_graph_outlives_the_lanes() -> None:
     engine = Engine(HostCompute(Counters()), lanes[0], lanes[1], backing, built())
     group = Group(0, engine.compute.stream())
     held = Held(engine, group, torch.randint(256, (NBYTES,), dtype=torch.uint8))
-    engine.send(group)
+    engine.offload(group)
     for lane in lanes:
         lane.close()
     backing.close()

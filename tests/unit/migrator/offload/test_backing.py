@@ -22,7 +22,7 @@ from torch_tiers.migrator.offload import backing as backing_module
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.offload.guards import GUARDS
-from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.streams.host import HostEvent
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -148,10 +148,10 @@ def test_without_a_disk_what_others_need_is_used_on() -> None:
     left = 128 * PAGE
     arena = DramArena(4 * PAGE, pinned=False, step=4 * PAGE, room=lambda: Room(left, ""))
     backing = Backing(arena, None, Counters())
-    parcels = [backing.new(PAGE, k) for k in range(4)]
+    stored_groups = [backing.new(PAGE, k) for k in range(4)]
     left = -4 * PAGE
     assert eventually(lambda: arena.capacity == 0)
-    backing.drop(parcels.pop())
+    backing.drop(stored_groups.pop())
     assert arena.allocate(PAGE) is None
     assert backing.new(PAGE, 4).block is not None
     with pytest.raises(TierFull):
@@ -164,18 +164,18 @@ class Owner:
     """Whoever moves something."""
 
 
-def put(backing: Backing, value: int, next_use: int, nbytes: int = NBYTES) -> Parcel:
-    """A parcel whose copy from HBM is over."""
-    parcel = backing.new(nbytes, next_use)
-    for event in parcel.after:
+def put(backing: Backing, value: int, next_use: int, nbytes: int = NBYTES) -> StoredGroup:
+    """A stored group whose copy from HBM is over."""
+    stored = backing.new(nbytes, next_use)
+    for event in stored.after:
         event.synchronize()
-    assert parcel.block is not None
-    parcel.block.tensor.fill_(value)
-    parcel.filled = passed()
-    return parcel
+    assert stored.block is not None
+    stored.block.tensor.fill_(value)
+    stored.filled = passed()
+    return stored
 
 
-def contents(backing: Backing, parcel: Parcel, lent: Event | None = None) -> set[int]:
+def contents(backing: Backing, stored: StoredGroup, lent: Event | None = None) -> set[int]:
     """What is copied back to HBM, as the set of its bytes."""
     seen: list[torch.Tensor] = []
 
@@ -183,24 +183,24 @@ def contents(backing: Backing, parcel: Parcel, lent: Event | None = None) -> set
         seen.append(block.tensor.clone())
         return lent or passed()
 
-    backing.lend(parcel, copy)
-    assert seen[0].numel() == parcel.nbytes
+    backing.lend(stored, copy)
+    assert seen[0].numel() == stored.nbytes
     return set(seen[0].unique().tolist())
 
 
-def on_disk_only(parcel: Parcel) -> bool:
-    return parcel.block is None and parcel.extent is not None
+def on_disk_only(stored: StoredGroup) -> bool:
+    return stored.block is None and stored.extent is not None
 
 
-def fill(backing: Backing, count: int) -> list[Parcel]:
+def fill(backing: Backing, count: int) -> list[StoredGroup]:
     """Parcels 0, 1, ..., of which the first is needed last."""
     return [put(backing, value=number, next_use=-number) for number in range(count)]
 
 
-def settle(backing: Backing, parcels: list[Parcel]) -> None:
+def settle(backing: Backing, stored_groups: list[StoredGroup]) -> None:
     """Wait until the disk is idle and what it has written is out of DRAM."""
-    assert eventually(lambda: not any(parcel.on_disk_lane() for parcel in parcels))
-    backing.read_ahead(parcels[-1])  # needed first, so it is in DRAM, and nothing is read
+    assert eventually(lambda: not any(stored.on_disk_lane() for stored in stored_groups))
+    backing.read_ahead(stored_groups[-1])  # needed first, so it is in DRAM, and nothing is read
 
 
 def take_all(arena: DramArena) -> list[DramBlock]:
@@ -213,14 +213,14 @@ def take_all(arena: DramArena) -> list[DramBlock]:
 # ------------------------------------------------------------------------------------------ dram first
 
 
-def test_a_parcel_begins_in_dram(make: Make, arena: DramArena) -> None:
+def test_a_stored_group_begins_in_dram(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
-    parcel = put(make(store), 1, 0)
-    assert parcel.block is not None and parcel.block.nbytes == NBYTES
+    stored = put(make(store), 1, 0)
+    assert stored.block is not None and stored.block.nbytes == NBYTES
     assert (arena.used, store.used) == (PAGE, 0)
 
 
-def test_a_dropped_parcel_leaves_nothing(make: Make, arena: DramArena) -> None:
+def test_a_dropped_stored_group_leaves_nothing(make: Make, arena: DramArena) -> None:
     backing = make()
     backing.drop(put(backing, 1, 0))
     assert arena.used == 0
@@ -239,8 +239,8 @@ def test_without_nvme_a_full_dram_says_so(make: Make, arena: DramArena) -> None:
 
 def test_what_is_needed_last_is_written_first(make: Make) -> None:
     backing = make(HandStore(100 * MiB, at_once=True))
-    parcels = fill(backing, 12)
-    assert [on_disk_only(parcel) or parcel.writing is not None for parcel in parcels] == [True] * 6 + [False] * 6
+    stored_groups = fill(backing, 12)
+    assert [on_disk_only(stored) or stored.writing is not None for stored in stored_groups] == [True] * 6 + [False] * 6
 
 
 def test_room_is_made_before_dram_is_full(make: Make) -> None:
@@ -263,41 +263,41 @@ def test_what_is_not_filled_yet_is_not_written(make: Make) -> None:
 def test_a_write_waits_for_the_copy_that_fills_its_block(make: Make) -> None:
     store = HandStore(100 * MiB, at_once=True)
     backing = make(store)
-    parcel = backing.new(NBYTES, 99)
-    parcel.filled = filling = HostEvent()
+    stored = backing.new(NBYTES, 99)
+    stored.filled = filling = HostEvent()
     fill(backing, 6)
-    assert parcel.writing is not None
+    assert stored.writing is not None
     assert store.writes == []
-    assert parcel.block is not None
-    parcel.block.tensor.fill_(7)
+    assert stored.block is not None
+    stored.block.tensor.fill_(7)
     filling.set()
-    assert eventually(parcel.writing.done)
-    backing.read_ahead(parcel)  # looks after what is written
-    assert contents(backing, parcel) == {7}
+    assert eventually(stored.writing.done)
+    backing.read_ahead(stored)  # looks after what is written
+    assert contents(backing, stored) == {7}
 
 
 def test_what_was_written_comes_back(make: Make) -> None:
     backing = make(HandStore(100 * MiB, at_once=True))
-    parcels = fill(backing, 20)
-    settle(backing, parcels)
-    assert sum(on_disk_only(parcel) for parcel in parcels) >= 12
-    assert [contents(backing, parcel) for parcel in parcels] == [{number} for number in range(20)]
+    stored_groups = fill(backing, 20)
+    settle(backing, stored_groups)
+    assert sum(on_disk_only(stored) for stored in stored_groups) >= 12
+    assert [contents(backing, stored) for stored in stored_groups] == [{number} for number in range(20)]
 
 
 def test_what_is_on_disk_is_not_written_again(make: Make) -> None:
     store = HandStore(100 * MiB, at_once=True)
     backing = make(store)
-    parcels = fill(backing, 20)
-    for parcel in parcels + parcels:
-        contents(backing, parcel)
-    assert len(store.writes) <= len(parcels)
+    stored_groups = fill(backing, 20)
+    for stored in stored_groups + stored_groups:
+        contents(backing, stored)
+    assert len(store.writes) <= len(stored_groups)
 
 
 def test_reading_ahead_pushes_nothing_out(make: Make, arena: DramArena) -> None:
     backing = make(HandStore(100 * MiB, at_once=True))
-    parcels = fill(backing, 12)
-    settle(backing, parcels)
-    first, rest = parcels[0], take_all(arena)
+    stored_groups = fill(backing, 12)
+    settle(backing, stored_groups)
+    first, rest = stored_groups[0], take_all(arena)
     assert on_disk_only(first)
     assert not backing.read_ahead(first)
     assert first.block is None
@@ -311,14 +311,14 @@ def test_reading_ahead_pushes_nothing_out(make: Make, arena: DramArena) -> None:
 def test_waits_for_the_disk_are_counted(arena: DramArena) -> None:
     store, counters = HandStore(100 * MiB), Counters()
     backing = Backing(arena, store, counters)  # type: ignore[arg-type]
-    parcel = fill(backing, 7)[0]
+    stored = fill(backing, 7)[0]
     assert eventually(lambda: len(store.writes) == 1)
     timer = threading.Timer(0.05, store.writes[0].set_result, (None,))
     timer.start()
     blocks = take_all(arena)
     other = backing.new(NBYTES, 0)
     assert counters.stalls["disk_write"].count == 1
-    assert other.block is not None and on_disk_only(parcel)
+    assert other.block is not None and on_disk_only(stored)
     timer.join()
     for block in blocks:
         arena.free(block)
@@ -333,13 +333,13 @@ def test_waits_for_the_disk_are_counted(arena: DramArena) -> None:
 def test_a_block_is_not_given_back_while_it_is_written(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
-    parcels = fill(backing, 7)
+    stored_groups = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
-    for parcel in parcels:
-        backing.drop(parcel)
+    for stored in stored_groups:
+        backing.drop(stored)
     assert (arena.used, store.used) == (PAGE, 2 * MiB - 4 * KiB)
     store.writes[0].set_result(None)
-    assert eventually(lambda: parcels[0].writing is not None and parcels[0].writing.done())
+    assert eventually(lambda: stored_groups[0].writing is not None and stored_groups[0].writing.done())
     backing.drop(put(backing, 1, 0))
     assert (arena.used, store.used) == (0, 0)
 
@@ -347,17 +347,17 @@ def test_a_block_is_not_given_back_while_it_is_written(make: Make, arena: DramAr
 def test_a_block_is_not_given_back_while_it_is_read_into(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
-    parcels = fill(backing, 7)
+    stored_groups = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
     store.writes[0].set_result(None)
-    for parcel in parcels[1:]:
-        backing.drop(parcel)
-    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
-    assert backing.read_ahead(parcels[0]) and eventually(lambda: len(store.reads) == 1)
-    backing.drop(parcels[0])
+    for stored in stored_groups[1:]:
+        backing.drop(stored)
+    assert eventually(lambda: stored_groups[0].writing is None or stored_groups[0].writing.done())
+    assert backing.read_ahead(stored_groups[0]) and eventually(lambda: len(store.reads) == 1)
+    backing.drop(stored_groups[0])
     assert arena.used == PAGE
     store.reads[0].set_result(None)
-    assert eventually(lambda: not parcels[0].on_disk_lane())
+    assert eventually(lambda: not stored_groups[0].on_disk_lane())
     backing.drop(put(backing, 1, 0))
     assert (arena.used, store.used) == (0, 0)
 
@@ -365,23 +365,23 @@ def test_a_block_is_not_given_back_while_it_is_read_into(make: Make, arena: Dram
 @pytest.mark.parametrize("copy", ["filled", "returned"])
 def test_whoever_gets_a_block_waits_for_the_copy_that_still_touches_it(make: Make, copy: str) -> None:
     backing = make()
-    parcels = fill(backing, 8)
+    stored_groups = fill(backing, 8)
     under_way = HostEvent()
-    setattr(parcels[3], copy, under_way)
-    backing.drop(parcels[3])
+    setattr(stored_groups[3], copy, under_way)
+    backing.drop(stored_groups[3])
     assert under_way in backing.new(NBYTES, 0).after
 
 
 def test_a_copy_that_is_over_is_not_waited_for(make: Make) -> None:
     backing = make()
-    parcels = fill(backing, 8)
-    under_way = parcels[3].returned = HostEvent()
-    backing.drop(parcels[3])
+    stored_groups = fill(backing, 8)
+    under_way = stored_groups[3].returned = HostEvent()
+    backing.drop(stored_groups[3])
     under_way.set()
     assert list(backing.new(NBYTES, 0).after) == []
 
 
-def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_parcel() -> None:
+def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_stored_group() -> None:
     """A query is a call of the driver's: with hundreds of copies under way a group took milliseconds of the host's."""
 
     class Behind(HostEvent):
@@ -394,16 +394,16 @@ def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_parcel() -
     count = 8 * GUARDS
     arena = DramArena(2 * count * PAGE, pinned=False, step=2 * count * PAGE)
     backing = Backing(arena, None, Counters())
-    parcels = [backing.new(PAGE, k) for k in range(count)]
-    for parcel in parcels:
-        parcel.filled = parcel.returned = Behind()
-        backing.drop(parcel)
+    stored_groups = [backing.new(PAGE, k) for k in range(count)]
+    for stored in stored_groups:
+        stored.filled = stored.returned = Behind()
+        backing.drop(stored)
     Behind.asked = 0
     more = [backing.new(2 * PAGE, k) for k in range(GUARDS)]
-    overlapping = sum(len(parcel.after) for parcel in more)
+    overlapping = sum(len(stored.after) for stored in more)
     assert Behind.asked <= overlapping + count
-    for parcel in more:
-        backing.drop(parcel)
+    for stored in more:
+        backing.drop(stored)
     backing.close()
     arena.close()
 
@@ -411,18 +411,18 @@ def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_parcel() -
 def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB, at_once=True)
     backing = make(store)
-    parcels = fill(backing, 12)
-    settle(backing, parcels)
-    assert on_disk_only(parcels[0])
+    stored_groups = fill(backing, 12)
+    settle(backing, stored_groups)
+    assert on_disk_only(stored_groups[0])
     others = take_all(arena)
-    under_way = parcels[11].returned = HostEvent()
-    backing.drop(parcels[11])
+    under_way = stored_groups[11].returned = HostEvent()
+    backing.drop(stored_groups[11])
     reads = len(store.reads)
-    assert backing.read_ahead(parcels[0])
-    assert not backing.at_hand(parcels[0])
+    assert backing.read_ahead(stored_groups[0])
+    assert not backing.at_hand(stored_groups[0])
     assert len(store.reads) == reads
     under_way.set()
-    assert eventually(lambda: backing.at_hand(parcels[0]))
+    assert eventually(lambda: backing.at_hand(stored_groups[0]))
     for block in others:
         arena.free(block)
 
@@ -430,12 +430,12 @@ def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, arena
 def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: DramArena) -> None:
     """The engine of another thread looks for room at the very moment a copy out of a block is queued."""
     backing = make(HandStore(100 * MiB, at_once=True))
-    parcels = fill(backing, 12)
-    settle(backing, parcels)
-    contents(backing, parcels[0])  # in DRAM and on NVMe: the cheapest to take away
-    assert parcels[0].block is not None
+    stored_groups = fill(backing, 12)
+    settle(backing, stored_groups)
+    contents(backing, stored_groups[0])  # in DRAM and on NVMe: the cheapest to take away
+    assert stored_groups[0].block is not None
     others = take_all(arena)
-    found: list[Parcel] = []
+    found: list[StoredGroup] = []
     other = threading.Thread(target=lambda: found.append(backing.new(NBYTES, 0)))
     lent = HostEvent()
 
@@ -445,9 +445,9 @@ def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: Dra
         assert found == [] or found[0].block.tensor.data_ptr() != block.tensor.data_ptr()  # type: ignore[union-attr]
         return lent
 
-    backing.lend(parcels[0], copy)
+    backing.lend(stored_groups[0], copy)
     other.join(10)
-    assert parcels[0].block is None  # taken now, by one who knows of the copy
+    assert stored_groups[0].block is None  # taken now, by one who knows of the copy
     assert lent in found[0].after
     lent.set()
     for block in others:
@@ -460,34 +460,34 @@ def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: Dra
 def test_full_tiers_are_both_named_and_what_is_on_nvme_can_still_come_back(make: Make, arena: DramArena) -> None:
     """One block stays free for that: with the last one taken, backward would find no way to read what it needs."""
     store = HandStore(2 * NBYTES + 8 * KiB, at_once=True)
-    backing, parcels = make(store), []
+    backing, stored_groups = make(store), []
     with pytest.raises(
         TierFull, match=r"^tier dram and nvme at /somewhere is full: 2\.0 MiB requested, 18\.0 MiB of 20"
     ):
         for number in range(11):
-            parcels.append(put(backing, value=number, next_use=-number))
+            stored_groups.append(put(backing, value=number, next_use=-number))
     assert arena.used == 7 * PAGE
-    for number, parcel in reversed(list(enumerate(parcels))):
-        assert contents(backing, parcel) == {number}
+    for number, stored in reversed(list(enumerate(stored_groups))):
+        assert contents(backing, stored) == {number}
 
 
 def test_what_backward_needs_comes_back_through_memory_beyond_a_full_dram(
     make: Make, arena: DramArena, caplog: pytest.LogCaptureFixture
 ) -> None:
     backing = make(HandStore(100 * MiB, at_once=True))
-    parcels = [put(backing, value=number, next_use=0) for number in range(2)]
-    for parcel in parcels:
-        parcel.tier = "nvme"
-        backing.filled(parcel)
+    stored_groups = [put(backing, value=number, next_use=0) for number in range(2)]
+    for stored in stored_groups:
+        stored.tier = "nvme"
+        backing.filled(stored)
     other = put(backing, 9, 0)
-    settle(backing, [*parcels, other])
-    assert all(map(on_disk_only, parcels))
+    settle(backing, [*stored_groups, other])
+    assert all(map(on_disk_only, stored_groups))
     backing.drop(other)
     taken = take_all(arena)
-    assert [contents(backing, parcel) for parcel in parcels] == [{0}, {1}]
+    assert [contents(backing, stored) for stored in stored_groups] == [{0}, {1}]
     assert len([text for text in caplog.messages if "beyond" in text]) == 1
-    for parcel in parcels:
-        backing.drop(parcel)
+    for stored in stored_groups:
+        backing.drop(stored)
     for block in taken:
         arena.free(block)
     assert arena.used == 0
@@ -496,18 +496,18 @@ def test_what_backward_needs_comes_back_through_memory_beyond_a_full_dram(
 def test_no_block_stays_free_for_a_large_one_that_is_gone(make: Make) -> None:
     backing = make(HandStore(4 * NBYTES, at_once=True))
     backing.drop(put(backing, 0, 0, nbytes=4 * PAGE))
-    parcels = fill(backing, 10)  # of twelve, less the page that has to stay free and what a write takes
-    assert len(parcels) == 10
+    stored_groups = fill(backing, 10)  # of twelve, less the page that has to stay free and what a write takes
+    assert len(stored_groups) == 10
 
 
 def test_what_is_dropped_while_it_is_written_is_in_nobody_s_way(make: Make) -> None:
     """The disk may still be at it; nothing that lives lies there."""
     store = HandStore(NBYTES + 8 * KiB)
     backing = make(store)
-    parcels = fill(backing, 8)
-    written = next(parcel for parcel in parcels if parcel.writing)
+    stored_groups = fill(backing, 8)
+    written = next(stored for stored in stored_groups if stored.writing)
     backing.drop(written)
-    backing.drop(next(parcel for parcel in parcels if parcel is not written))
+    backing.drop(next(stored for stored in stored_groups if stored is not written))
     store.finish()
     put(backing, 9, 0)
 
@@ -521,74 +521,74 @@ def test_what_is_larger_than_dram_is_not_the_fault_of_nvme(make: Make) -> None:
 def test_a_write_that_fails_leaves_the_bytes_in_dram(make: Make) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
-    parcels = fill(backing, 7)
+    stored_groups = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
     store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
-    settle(backing, parcels)
+    settle(backing, stored_groups)
     assert store.used == 0
-    assert contents(backing, parcels[0]) == {0}
+    assert contents(backing, stored_groups[0]) == {0}
 
 
 def test_what_cannot_be_written_is_not_tried_again(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
-    parcels = fill(backing, 7)
+    stored_groups = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
     store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
-    settle(backing, parcels)
+    settle(backing, stored_groups)
     fill(backing, 1)
     assert eventually(lambda: len(store.writes) >= 2)
-    assert parcels[0].writing is None
-    assert parcels[1].writing is not None
+    assert stored_groups[0].writing is None
+    assert stored_groups[1].writing is not None
 
 
 def test_any_error_of_a_write_keeps_the_bytes(make: Make) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
-    parcels = fill(backing, 7)
+    stored_groups = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
     store.writes[0].set_exception(RuntimeError("a bug"))
-    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+    assert eventually(lambda: stored_groups[0].writing is None or stored_groups[0].writing.done())
     with pytest.raises(RuntimeError, match="a bug"):
-        backing.read_ahead(parcels[0])
-    assert parcels[0].extent is None  # nothing lies there, so it is no copy that the block could be given up for
-    assert contents(backing, parcels[0]) == {0}
+        backing.read_ahead(stored_groups[0])
+    assert stored_groups[0].extent is None  # nothing lies there, so it is no copy that the block could be given up for
+    assert contents(backing, stored_groups[0]) == {0}
 
 
 def test_a_read_that_fails_is_an_error_and_leaks_nothing(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
-    parcels = fill(backing, 7)
+    stored_groups = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
     store.writes[0].set_result(None)
-    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
-    assert backing.read_ahead(parcels[0]) and eventually(lambda: len(store.reads) == 1)
+    assert eventually(lambda: stored_groups[0].writing is None or stored_groups[0].writing.done())
+    assert backing.read_ahead(stored_groups[0]) and eventually(lambda: len(store.reads) == 1)
     store.reads[0].set_exception(StoreError("/somewhere", 0, NBYTES, "read", "bad sector"))
     with pytest.raises(StoreError, match=r"cannot read .* bad sector"):
-        contents(backing, parcels[0])
-    for parcel in parcels:
-        backing.drop(parcel)
+        contents(backing, stored_groups[0])
+    for stored in stored_groups:
+        backing.drop(stored)
     assert (arena.used, store.used) == (0, 0)
 
 
-def test_a_parcel_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, arena: DramArena) -> None:
-    """All of DRAM is being read into, and backward asks for another parcel first."""
+def test_a_stored_group_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, arena: DramArena) -> None:
+    """All of DRAM is being read into, and backward asks for another stored group first."""
     store = HandStore(100 * MiB, at_once=True)
     backing = make(store)
-    parcels = fill(backing, 20)
-    settle(backing, parcels)
-    for parcel in parcels[9:]:
-        backing.drop(parcel)
+    stored_groups = fill(backing, 20)
+    settle(backing, stored_groups)
+    for stored in stored_groups[9:]:
+        backing.drop(stored)
     store.at_once = False
-    assert all([backing.read_ahead(parcel) for parcel in parcels[:8]])
+    assert all([backing.read_ahead(stored) for stored in stored_groups[:8]])
     assert arena.used == 8 * PAGE
-    lending = threading.Thread(target=contents, args=(backing, parcels[8]))
+    lending = threading.Thread(target=contents, args=(backing, stored_groups[8]))
     lending.start()
     for number in range(9):
         assert eventually(lambda number=number: len(store.reads) > number)  # type: ignore[misc]
         store.reads[number].set_result(None)
     lending.join(10)
-    assert parcels[8].returned is not None
+    assert stored_groups[8].returned is not None
 
 
 # -------------------------------------------------------------------------------------- on a real disk
@@ -596,27 +596,27 @@ def test_a_parcel_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, a
 
 def random_life(backing: Backing, rng: Random, steps: int) -> None:
     """Parcels come, are read ahead, are lent and go in any order; every byte that is lent is checked."""
-    alive: dict[Parcel, int] = {}
+    alive: dict[StoredGroup, int] = {}
     for step in range(steps):
         action = rng.random()
         if not alive or (action < 0.4 and len(alive) < 20):
             value = step % 251
             alive[put(backing, value, rng.randrange(100), rng.randrange(1, 2 * PAGE))] = value
             continue
-        parcel = rng.choice(list(alive))
+        stored = rng.choice(list(alive))
         if action < 0.5:
-            backing.read_ahead(parcel)
+            backing.read_ahead(stored)
         elif action < 0.75:
-            assert contents(backing, parcel) == {alive[parcel]}
+            assert contents(backing, stored) == {alive[stored]}
         else:
-            backing.drop(parcel)
-            del alive[parcel]
-    for parcel, value in alive.items():
-        assert contents(backing, parcel) == {value}
-        backing.drop(parcel)
+            backing.drop(stored)
+            del alive[stored]
+    for stored, value in alive.items():
+        assert contents(backing, stored) == {value}
+        backing.drop(stored)
 
 
-def test_any_order_of_parcels_on_a_real_disk_loses_and_leaks_nothing(
+def test_any_order_of_stored_groups_on_a_real_disk_loses_and_leaks_nothing(
     arena: DramArena, tmp_path: Path, seed: int
 ) -> None:
     store = NvmeStore([tmp_path], 128 * MiB, gds="off", stripe=MiB, step=16 * MiB)
@@ -640,14 +640,14 @@ def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_
         backend=lambda path: FaultyFile(PosixFile(path), writes=faults),
     )
     backing = Backing(arena, store, Counters())
-    parcels: list[Parcel] = []
+    stored_groups: list[StoredGroup] = []
     with pytest.raises(TierFull, match=r"^tier dram and nvme at .* is full"):
         while True:
-            parcels.append(put(backing, len(parcels), -len(parcels)))
-    assert len(parcels) > 8  # all of DRAM, and what was written before
-    for number, parcel in reversed(list(enumerate(parcels))):  # as backward does
-        assert contents(backing, parcel) == {number}
-        backing.drop(parcel)
+            stored_groups.append(put(backing, len(stored_groups), -len(stored_groups)))
+    assert len(stored_groups) > 8  # all of DRAM, and what was written before
+    for number, stored in reversed(list(enumerate(stored_groups))):  # as backward does
+        assert contents(backing, stored) == {number}
+        backing.drop(stored)
     backing.close()
     assert (arena.used, store.used) == (0, 0)
     store.close()
@@ -656,14 +656,14 @@ def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_
 def test_what_lies_on_a_closed_disk_is_an_error_and_no_hang(arena: DramArena, tmp_path: Path) -> None:
     store = NvmeStore([tmp_path], 128 * MiB, gds="off", stripe=MiB, step=16 * MiB)
     backing = Backing(arena, store, Counters())
-    parcels = fill(backing, 12)
-    settle(backing, parcels)
+    stored_groups = fill(backing, 12)
+    settle(backing, stored_groups)
     backing.close()
     store.close()
-    assert on_disk_only(parcels[0])
+    assert on_disk_only(stored_groups[0])
     with pytest.raises(Exception, match="session is over"):
-        contents(backing, parcels[0])
-    assert contents(backing, parcels[11]) == {11}
+        contents(backing, stored_groups[0])
+    assert contents(backing, stored_groups[11]) == {11}
 
 
 def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
@@ -687,12 +687,12 @@ def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.Monkey
 def test_what_another_engine_is_writing_out_is_not_written_out_again(make: Make) -> None:
     store = HandStore(8 * PAGE)
     backing = make(store)
-    parcel = backing.new(NBYTES, 1, "nvme")
-    parcel.filled = passed()
+    stored = backing.new(NBYTES, 1, "nvme")
+    stored.filled = passed()
     with backing._lock:
-        assert backing._demote() is parcel  # of another device, for which DRAM ran short
-    backing.filled(parcel)
-    backing.drop(parcel)
+        assert backing._demote() is stored  # of another device, for which DRAM ran short
+    backing.filled(stored)
+    backing.drop(stored)
     store.finish()
     backing.close()
     assert store.used == 0
@@ -700,12 +700,12 @@ def test_what_another_engine_is_writing_out_is_not_written_out_again(make: Make)
 
 def test_memory_that_a_copy_still_reads_is_held(arena: DramArena, make: Make) -> None:
     backing, lent = make(), HostEvent()
-    parcel = backing.new(PAGE, 1)
-    parcel.filled = passed()
-    backing.lend(parcel, lambda block: lent)
-    assert parcel.block is not None
-    held = parcel.block.tensor.data_ptr()
-    backing.drop(parcel)
+    stored = backing.new(PAGE, 1)
+    stored.filled = passed()
+    backing.lend(stored, lambda block: lent)
+    assert stored.block is not None
+    held = stored.block.tensor.data_ptr()
+    backing.drop(stored)
     assert [guard[3].data_ptr() for guard in backing._guards._kept] == [held]
     lent.set()
     other = backing.new(PAGE, 2)

@@ -78,17 +78,17 @@ class Rig:
         self._lanes = lanes
         self.held: list[object] = []
 
-    def send(self, *sizes: int, tier: str | None = "nvme") -> tuple[Group, list[Saved], list[torch.Tensor]]:
+    def offload(self, *sizes: int, tier: str | None = "nvme") -> tuple[Group, list[Saved], list[torch.Tensor]]:
         """A group of storages of `sizes` bytes with random contents, which is on its way."""
         group = Group(0, None, tier=tier)
         tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
         saved = [self.engine.add(group, tensor, 0, tensor.numel()) for tensor in tensors]
         self.held += [self.engine.hold(each) for each in saved]
         with self.engine.lock:
-            self.engine.send(group)
+            self.engine.offload(group)
         return group, saved, [tensor.clone() for tensor in tensors]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with self.engine.lock:
             self.engine.limit = 0
             self.engine.relieve()
@@ -125,23 +125,25 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_a_group_comes_back_bit_for_bit_and_never_lies_in_dram(rig: Rig) -> None:
-    group, saved, contents = rig.send(5000, 3 * SLOT, 1, 512, 2 * SLOT + 700)  # across slots, and longer than the ring
-    rig.let_go()
+    group, saved, contents = rig.offload(5000, 3 * SLOT, 1, 512, 2 * SLOT + 700)  # across slots, and past the ring
+    rig.release()
     assert group.state is State.AWAY
     assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
     assert rig.arena.peak == 0
-    assert group.parcel is not None
+    assert group.stored is not None
     moved = rig.counters.moved
-    assert moved["gds_read"] >= moved["gds_write"] == group.parcel.nbytes and moved["d2h"] == moved["h2d"] == 0
+    assert moved["gds_read"] >= moved["gds_write"] == group.stored.nbytes and moved["d2h"] == moved["h2d"] == 0
     assert rig.store.used >= group.nbytes
 
 
 def test_many_groups_are_under_way_at_once(rig: Rig, seed: int) -> None:
     random.seed(seed)
-    sent = [rig.send(*(random.randrange(1, 2 * SLOT) for _ in range(random.randrange(1, 5)))) for _ in range(40)]
-    rig.let_go()
-    random.shuffle(sent)
-    for _, saved, contents in sent:
+    offloaded = [
+        rig.offload(*(random.randrange(1, 2 * SLOT) for _ in range(random.randrange(1, 5)))) for _ in range(40)
+    ]
+    rig.release()
+    random.shuffle(offloaded)
+    for _, saved, contents in offloaded:
         assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
 
 
@@ -151,22 +153,22 @@ def test_what_the_drives_do_not_take_stays_in_the_hosts_memory_which_is_said_onc
     turns = iter(range(10**6))
     rig.store.fails = lambda action: action == "write" and next(turns) % 3 == 0
     with caplog.at_level(logging.WARNING):
-        _, saved, contents = rig.send(7 * SLOT)
-        _, more, others = rig.send(4 * SLOT)
-        rig.let_go()
+        _, saved, contents = rig.offload(7 * SLOT)
+        _, more, others = rig.offload(4 * SLOT)
+        rig.release()
         assert torch.equal(rig.back(saved[0]), contents[0])
         assert torch.equal(rig.back(more[0]), others[0])
     moved, kept = rig.counters.moved, 4 * SLOT
     assert moved["d2h"] == moved["h2d"] == kept and moved["gds_write"] == moved["gds_read"] == 11 * SLOT - kept
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "what nvme does not take is kept in the host's memory, beyond its budget"
+        "nvme refused a write; refused bytes stay in host memory, beyond its budget"
     ]
 
 
 @pytest.mark.parametrize("failing", range(4))
 def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: int) -> None:
-    _, saved, _ = rig.send(4 * SLOT)
-    rig.let_go()
+    _, saved, _ = rig.offload(4 * SLOT)
+    rig.release()
     turns = iter(range(10**6))
     rig.store.fails = lambda action: action == "read" and next(turns) == failing
     with pytest.raises(StoreError, match="as the test says"):
@@ -175,10 +177,10 @@ def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: i
     assert eventually(lambda: rig.store.used == 0)
 
 
-def test_a_drive_without_room_sends_groups_by_dram(tmp_path: Path) -> None:
+def test_a_drive_without_room_offloads_groups_through_dram(tmp_path: Path) -> None:
     rig = Rig(tmp_path, capacity=2 * SLOT)
-    _, saved, contents = rig.send(3 * SLOT)
-    rig.let_go()
+    _, saved, contents = rig.offload(3 * SLOT)
+    rig.release()
     assert rig.arena.peak > 0 and rig.counters.moved["gds_write"] == 0
     assert torch.equal(rig.back(saved[0]), contents[0])
     rig.close()
@@ -194,19 +196,19 @@ def test_a_group_that_the_direct_way_fails_on_goes_by_dram_which_is_said_once(
 
     monkeypatch.setattr(rig.out, "copy", refuse)
     with caplog.at_level(logging.WARNING):
-        sent = [rig.send(2 * SLOT, 100) for _ in range(2)]
-        rig.let_go()
-    assert [group.state for group, *_ in sent] == 2 * [State.AWAY]
-    for _, saved, contents in sent:
+        offloaded = [rig.offload(2 * SLOT, 100) for _ in range(2)]
+        rig.release()
+    assert [group.state for group, *_ in offloaded] == 2 * [State.AWAY]
+    for _, saved, contents in offloaded:
         assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
     told = [record.getMessage() for record in caplog.records]
-    assert sum("the direct way to nvme fails" in text and "no room to gather in" in text for text in told) == 1
+    assert sum("a direct transfer to nvme failed" in text and "no room to gather in" in text for text in told) == 1
     rig.forget()
 
     def given_back() -> bool:
         """Going by DRAM they were on their way to a drive: such extents are given back when another group is."""
-        rig.send(100, tier="dram")
-        rig.let_go()
+        rig.offload(100, tier="dram")
+        rig.release()
         rig.forget()
         return rig.store.used == 0
 
@@ -219,8 +221,8 @@ def test_a_group_that_finds_no_way_out_stays(rig: Rig, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rig.out, "copy", refuse)
     monkeypatch.setattr(rig.backing, "new", refuse)
-    group, saved, contents = rig.send(2 * SLOT)
-    rig.let_go()
+    group, saved, contents = rig.offload(2 * SLOT)
+    rig.release()
     assert group.members and rig.engine.resident == group.nbytes and rig.engine.source(saved[0]) is None
     assert torch.equal(saved[0].alias, contents[0])
     rig.forget()
@@ -234,16 +236,16 @@ def test_a_write_that_cannot_be_asked_for_is_kept_in_the_hosts_memory(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(rig.store, "write", refuse)
-    _, saved, contents = rig.send(2 * SLOT)
-    rig.let_go()
+    _, saved, contents = rig.offload(2 * SLOT)
+    rig.release()
     assert torch.equal(rig.back(saved[0]), contents[0])
 
 
 def test_room_on_the_drives_is_there_again_once_a_dropped_group_is_written(rig: Rig) -> None:
-    """Nobody looked before the next group was sent or dropped: a tier looked full that was not."""
+    """Nobody looked before the next group was offloaded or dropped: a tier looked full that was not."""
     rig.store.go_on = threading.Event()
-    rig.send(SLOT)
-    rig.let_go()  # a slot was free
+    rig.offload(SLOT)
+    rig.release()  # a slot was free
     rig.forget()
     assert rig.store.used > 0
     rig.store.go_on.set()
@@ -283,8 +285,8 @@ def test_a_buffer_that_is_read_into_outlives_an_interrupted_glimpse(rig: Rig, mo
         return buffer
 
     monkeypatch.setattr(rig.engine.compute, "empty", watched)
-    group, saved, contents = rig.send(2 * SLOT)
-    rig.let_go()
+    group, saved, contents = rig.offload(2 * SLOT)
+    rig.release()
     assert eventually(lambda: rig.counters.moved["gds_write"] == 2 * SLOT)
     rig.store.go_on = threading.Event()
     with interrupted(), rig.engine.lock:
@@ -301,12 +303,12 @@ def test_a_buffer_that_is_read_into_outlives_an_interrupted_glimpse(rig: Rig, mo
 
 
 def test_a_group_whose_end_is_interrupted_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, *_ = rig.send(2 * SLOT)
-    rig.let_go()
+    group, *_ = rig.offload(2 * SLOT)
+    rig.release()
     with rig.engine.lock:
         rig.engine._bring(group)
-        assert group.parcel is not None and group.parcel.returned is not None
-        group.parcel.returned.synchronize()
+        assert group.stored is not None and group.stored.returned is not None
+        group.stored.returned.synchronize()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -321,7 +323,7 @@ def test_a_group_whose_end_is_interrupted_leaves_nothing(rig: Rig, monkeypatch: 
 
 def test_an_end_that_is_interrupted_leaves_no_thread_and_no_slot(rig: Rig) -> None:
     rig.store.go_on = threading.Event()
-    group, *_ = rig.send(9 * SLOT)
+    group, *_ = rig.offload(9 * SLOT)
     with interrupted():
         rig.direct.close()
     rig.store.go_on.set()
@@ -333,13 +335,13 @@ def test_an_end_that_is_interrupted_leaves_no_thread_and_no_slot(rig: Rig) -> No
 
 def test_only_what_is_for_nvme_goes_the_direct_way(rig: Rig) -> None:
     for tier in ("dram", None):
-        rig.send(SLOT, tier=tier)
+        rig.offload(SLOT, tier=tier)
     assert rig.counters.moved["gds_write"] == 0 and rig.counters.moved["d2h"] == 2 * SLOT
 
 
 def test_a_graph_that_dies_meanwhile_gives_memory_slots_and_extents_back(rig: Rig) -> None:
     rig.store.go_on = threading.Event()
-    group, saved, _ = rig.send(9 * SLOT)
+    group, saved, _ = rig.offload(9 * SLOT)
     memory = weakref.ref(saved[0].alias.untyped_storage())
     del saved, group
     rig.forget()
@@ -350,24 +352,24 @@ def test_a_graph_that_dies_meanwhile_gives_memory_slots_and_extents_back(rig: Ri
     assert eventually(lambda: rig.forget() or memory() is None)
     assert eventually(lambda: rig.store.used == 0)
     rig.store.go_on = None
-    _, saved, contents = rig.send(9 * SLOT)  # the slots are there again
-    rig.let_go()
+    _, saved, contents = rig.offload(9 * SLOT)  # the slots are there again
+    rig.release()
     assert torch.equal(rig.back(saved[0]), contents[0])
     rig.forget()
     assert eventually(lambda: rig.store.used == 0)
 
 
-def test_memory_is_let_go_of_once_it_is_in_slots_though_the_drive_is_still_at_work(rig: Rig) -> None:
+def test_memory_is_released_once_it_is_in_slots_though_the_drive_is_still_at_work(rig: Rig) -> None:
     rig.store.go_on = threading.Event()
-    group, saved, contents = rig.send(SLOT)  # a slot is free
-    rig.let_go()
+    group, saved, contents = rig.offload(SLOT)  # a slot is free
+    rig.release()
     assert group.state is State.AWAY and not group.members
     rig.store.go_on.set()
     assert torch.equal(rig.back(saved[0]), contents[0])
 
 
 def test_the_end_waits_for_what_is_under_way(rig: Rig) -> None:
-    rig.send(20 * SLOT)
+    rig.offload(20 * SLOT)
     rig.direct.close()
     rig.direct.close()
     assert rig.counters.moved["gds_write"] == 20 * SLOT
@@ -375,9 +377,9 @@ def test_the_end_waits_for_what_is_under_way(rig: Rig) -> None:
 
 def test_a_slot_that_may_still_be_read_is_used_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy failed, or says so: the next chunk in it would have been what came back."""
-    _, saved, _ = rig.send(SLOT)
-    _, more, others = rig.send(2 * SLOT)
-    rig.let_go()
+    _, saved, _ = rig.offload(SLOT)
+    _, more, others = rig.offload(2 * SLOT)
+    rig.release()
     refusing = threading.Event()
     refusing.set()
     synchronize, query = HostEvent.synchronize, HostEvent.query

@@ -10,7 +10,7 @@ from tests.unit.migrator.offload.rig import NBYTES, Rig, assert_nothing_left
 def test_groups_past_dram_come_back_from_disk(disk: Rig) -> None:
     groups = []
     for next_use in reversed(range(10)):
-        groups.append(disk.sent(next_use)[0])
+        groups.append(disk.offloaded(next_use)[0])
         disk.out.run()
     disk.engine.limit = 2 * NBYTES
     disk.engine.begin_backward()
@@ -28,15 +28,15 @@ def test_a_group_goes_to_the_tier_that_the_plan_names(disk: Rig) -> None:
         group = disk.group()
         group.tier = tier
         named.append(disk.held(group))
-        disk.engine.send(group)
+        disk.engine.offload(group)
         disk.out.run()
-    parcels = [held.group.parcel for held in named]
-    assert [parcel is not None and parcel.extent is not None for parcel in parcels] == [True, False, False]
+    stored_groups = [held.group.stored for held in named]
+    assert [stored is not None and stored.extent is not None for stored in stored_groups] == [True, False, False]
     for _ in range(3):  # DRAM runs short: what is to stay there goes last, though it is needed no sooner
-        disk.sent(next_use=-1)
+        disk.offloaded(next_use=-1)
         disk.out.run()
-    assert parcels[2] is not None and parcels[2].extent is not None
-    assert parcels[1] is not None and parcels[1].extent is None
+    assert stored_groups[2] is not None and stored_groups[2].extent is not None
+    assert stored_groups[1] is not None and stored_groups[1].extent is None
     for held in named:
         view = held.use()
         disk.back.run()

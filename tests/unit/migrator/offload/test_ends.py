@@ -18,11 +18,11 @@ def filling(rig: Rig) -> Held:
 
 def leaving(rig: Rig) -> Held:
     rig.engine.limit = NBYTES
-    return rig.sent()[0]
+    return rig.offloaded()[0]
 
 
 def away(rig: Rig) -> Held:
-    return rig.sent()[0]
+    return rig.offloaded()[0]
 
 
 def away_for_good(rig: Rig) -> Held:
@@ -67,8 +67,8 @@ def test_a_group_that_dies_while_it_fills_gives_its_memory_back(rig: Rig) -> Non
 
 def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
     held = leaving(rig)
-    assert held.group.parcel is not None
-    filled = held.group.parcel.filled
+    assert held.group.stored is not None
+    filled = held.group.stored.filled
     held.use()
     held.die()
     rig.engine.collect()
@@ -78,8 +78,8 @@ def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
 
 def test_memory_that_a_lane_still_fills_is_not_reused_before(rig: Rig) -> None:
     held = coming_home(rig)
-    assert held.group.parcel is not None
-    returned = held.group.parcel.returned
+    assert held.group.stored is not None
+    returned = held.group.stored.returned
     held.die()
     rig.engine.collect()
     assert returned in [event for event, _ in rig.compute.waits]
@@ -88,10 +88,10 @@ def test_memory_that_a_lane_still_fills_is_not_reused_before(rig: Rig) -> None:
 def test_a_block_that_a_lane_still_reads_is_guarded(rig: Rig) -> None:
     rig = Rig(dram=PAGE)
     held = coming_home(rig)
-    assert held.group.parcel is not None
-    returned = held.group.parcel.returned
+    assert held.group.stored is not None
+    returned = held.group.stored.returned
     held.die()
-    rig.sent()
+    rig.offloaded()
     _, after, _ = rig.out.jobs[-1]
     assert returned in after
     rig.back.run()
@@ -99,7 +99,7 @@ def test_a_block_that_a_lane_still_reads_is_guarded(rig: Rig) -> None:
 
 
 def test_a_group_lives_as_long_as_one_of_its_tensors(rig: Rig) -> None:
-    one, other = rig.sent(count=2)
+    one, other = rig.offloaded(count=2)
     rig.out.run()
     one.use()
     one.die()
@@ -112,7 +112,7 @@ def test_a_group_lives_as_long_as_one_of_its_tensors(rig: Rig) -> None:
 
 
 def test_what_is_never_used_leaves_with_its_graph(rig: Rig) -> None:
-    used, unused = rig.sent(count=2)
+    used, unused = rig.offloaded(count=2)
     rig.out.run()
     used.use()
     for held in (used, unused):
@@ -129,6 +129,6 @@ def test_a_failed_copy_keeps_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(rig.out, "copy", refuse)
         with pytest.raises(torch.OutOfMemoryError):
-            rig.engine.send(group)
+            rig.engine.offload(group)
     assert rig.arena.used == 0
     assert torch.equal(held.use(), held.expected)

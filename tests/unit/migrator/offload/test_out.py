@@ -1,4 +1,4 @@
-"""Groups that leave HBM: when their memory is let go, and in whose order."""
+"""Groups that leave HBM: when their memory is released, and in whose order."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.streams import SLOT
 
 
-def test_within_the_limit_memory_is_not_let_go(rig: Rig) -> None:
+def test_within_the_limit_memory_is_not_released(rig: Rig) -> None:
     rig.engine.limit = NBYTES
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     assert held.group.state is State.LEAVING
     assert not held.memory.expired()
 
 
-def test_over_the_limit_the_oldest_are_let_go(rig: Rig) -> None:
+def test_over_the_limit_the_oldest_are_released(rig: Rig) -> None:
     rig.engine.limit = 2 * NBYTES
-    groups = [rig.sent()[0].group for _ in range(4)]
+    groups = [rig.offloaded()[0].group for _ in range(4)]
     assert [group.state for group in groups] == [State.AWAY, State.AWAY, State.LEAVING, State.LEAVING]
     assert rig.engine.resident == 2 * NBYTES
 
 
 def test_a_group_that_fills_makes_others_go_and_not_only_once_it_is_full(rig: Rig) -> None:
     rig.engine.limit = NBYTES
-    (leaving,) = rig.sent()
+    (leaving,) = rig.offloaded()
     rig.held(rig.group())
     assert leaving.group.state is State.AWAY
     assert rig.engine.resident == NBYTES
 
 
-def test_a_meter_is_told_once_of_all_that_is_let_go_of_and_what_there_was_until_then(
+def test_a_meter_is_told_once_of_all_that_is_released_and_what_there_was_until_then(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
     rig.engine.meter = rig.compute.meter()
     monkeypatch.setattr(rig.engine.meter, "part", told.append)
     rig.engine.limit = 9 * NBYTES
-    rig.sent(count=3)
-    rig.sent(count=2)
+    rig.offloaded(count=3)
+    rig.offloaded(count=2)
     assert told == []
     rig.engine.limit = 0
     rig.engine.relieve()
     assert told == [5 * NBYTES]  # once for both
 
 
-def test_what_is_let_go_has_no_memory_in_hbm(rig: Rig) -> None:
-    (held,) = rig.sent()
+def test_what_is_released_has_no_memory_in_hbm(rig: Rig) -> None:
+    (held,) = rig.offloaded()
     rig.out.run()
     assert held.memory.expired()
     assert held.saved.alias.untyped_storage().nbytes() == 0
 
 
-def test_memory_is_let_go_in_the_order_of_the_stream(rig: Rig) -> None:
-    (held,) = rig.sent()
-    assert held.group.parcel is not None
-    assert rig.compute.waits == [(held.group.parcel.filled, 1)]
+def test_memory_is_released_in_the_order_of_the_stream(rig: Rig) -> None:
+    (held,) = rig.offloaded()
+    assert held.group.stored is not None
+    assert rig.compute.waits == [(held.group.stored.filled, 1)]
 
 
 def test_a_tensor_saved_again_after_its_storage_left_holds_no_memory(rig: Rig) -> None:
     x = torch.zeros(NBYTES, dtype=torch.uint8)
     group = rig.group()
     first = Held(rig.engine, group, x)
-    rig.engine.send(group)
+    rig.engine.offload(group)
     again = Held(rig.engine, group, x, first.saved)
     rig.out.run()
     del x
@@ -75,14 +75,14 @@ def test_a_tensor_saved_again_after_its_storage_left_holds_no_memory(rig: Rig) -
 
 
 def test_a_group_without_members_does_not_leave(rig: Rig) -> None:
-    rig.engine.send(rig.group())
+    rig.engine.offload(rig.group())
     assert rig.out.copies == 0
 
 
 def test_members_lie_in_slots_as_they_were_saved(rig: Rig) -> None:
     group = rig.group()
     members = [rig.held(group, nbytes) for nbytes in (1, 5 * MiB, 700, 6 * MiB)]
-    rig.engine.send(group)
+    rig.engine.offload(group)
     assert [held.saved.offset for held in members] == [0, SLOT, SLOT + 5 * MiB, 3 * SLOT + 5 * MiB]
     rig.out.run()
     for held in members:
@@ -93,15 +93,15 @@ def test_members_lie_in_slots_as_they_were_saved(rig: Rig) -> None:
 
 def test_a_full_tier_leaves_the_group_where_it_is(rig: Rig) -> None:
     small = Rig(dram=PAGE)
-    (first,) = small.sent()
+    (first,) = small.offloaded()
     group = small.group()
     second = small.held(group)
     with pytest.raises(TierFull, match="tier dram is full"):
-        small.engine.send(group)
+        small.engine.offload(group)
     assert torch.equal(second.saved.alias, second.expected)
     first.die()
     small.out.run()
-    small.engine.send(group)
+    small.engine.offload(group)
     assert group.state is State.AWAY
     small.close()
 
@@ -110,6 +110,6 @@ def test_a_group_waits_for_the_stream_it_was_made_on(rig: Rig) -> None:
     group = rig.group()
     rig.held(group)
     rig.compute.current = 2
-    rig.engine.send(group)
+    rig.engine.offload(group)
     assert rig.out.followed == [1]
     assert [stream for _, stream in rig.compute.waits] == [1]

@@ -28,8 +28,8 @@ def test_once_a_program_turns_out_not_to_fit_all_that_it_saves_goes() -> None:
     kept.append(rig.save("a:10", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)))
     assert rig.out.copies == len(kept)
     assert rig.engine.resident <= rig.mover.filling.room == 8 * MiB
-    assert not any(rig.give_back(moved).any() for moved in kept)
-    rig.mover.end_period(whole=True)
+    assert not any(rig.restore(moved).any() for moved in kept)
+    rig.mover.end_iteration(whole=True)
     assert rig.mover.take_news(), (
         "what stayed so far may be unmapped: 3.6 times of what was alive was, in the next step"
     )
@@ -112,7 +112,7 @@ def test_graphs_that_nobody_uses_leave_nothing_behind_while_others_live_on() -> 
         rig.save(f"b:{k}", tensor=torch.empty(4 * MiB, dtype=torch.uint8))
         rig.mover.collect()
     assert len(rig.mover.filling._full) <= PURGE
-    assert not rig.out.copies and not rig.mover.filling.sent
+    assert not rig.out.copies and not rig.mover.filling.offloaded
     assert kept.saved.group in rig.mover.filling._full
     rig.close()
 
@@ -130,7 +130,7 @@ def test_a_plan_by_which_everything_stays_as_it_did_is_no_news(budget: int, *, n
     rig.close()
 
 
-def test_a_plan_by_which_everything_stays_is_news_where_a_period_before_it_moved() -> None:
+def test_a_plan_by_which_everything_stays_is_news_where_an_iteration_before_it_moved() -> None:
     """What the allocator has laid out for that one is of no use any more."""
     rig = Rig(budget=64 * MiB, policy="auto", recordings=3, spills=True)
     rig.mover._expect_too_much()

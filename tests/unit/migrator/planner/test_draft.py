@@ -36,7 +36,7 @@ def test_what_moves_is_back_for_what_is_made_from_it(trace: Trace, rng: Random) 
             draft.recompute(ident)
         else:
             idle = draft.idle[ident]
-            draft.send(idle, idle.begin + 2, idle.end)
+            draft.offload(idle, idle.begin + 2, idle.end)
     outcome = effect(trace, draft.remade)
     for ident, trip in draft.trips.items():
         assert trip.bring_at is not None

@@ -181,7 +181,7 @@ def test_a_search_plans_alike_for_one_seed_and_unlike_for_another() -> None:
 
 
 @ALL
-def test_a_period_that_saves_nothing_is_planned(name: str) -> None:
+def test_an_iteration_that_saves_nothing_is_planned(name: str) -> None:
     assert placed(POLICIES[name](Trace((), 0), MiB, PCIE_GEN5)) == []
 
 

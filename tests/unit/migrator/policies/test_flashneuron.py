@@ -72,7 +72,7 @@ def test_flashneuron_goes_to_the_drive_past_dram() -> None:
     assert {group.tier for group in plan.groups} == {"nvme"}
     result = simulate(trace, direct, plan)
     assert (result.peak["dram"], result.busy["d2h"], result.busy["h2d"], result.busy["disk_write"]) == (0, 0, 0, 0)
-    assert result.peak["nvme"] == plan.parcel_bytes
+    assert result.peak["nvme"] == plan.stored_bytes
     staged = policy.plan(trace, 40 * MiB, direct.staged)
     assert staged.to_json() == flashneuron(trace, 40 * MiB).to_json()
     assert {group.tier for group in staged.groups} == {None}

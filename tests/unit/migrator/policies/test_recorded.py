@@ -1,4 +1,4 @@
-"""Policies on periods that were recorded on an H200 while the program ran under a budget (tests/data/traces)."""
+"""Policies on iterations that were recorded on an H200 while the program ran under a budget (tests/data/traces)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import obtainable
 from torch_tiers.migrator.planner.levers import extremes
-from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.planner.low_traffic import is_low_traffic
 from torch_tiers.migrator.planner.schedule import fit
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
@@ -43,7 +43,7 @@ def recorded(name: str) -> Trace:
 
 @cache
 def by_auto(name: str, gib: float, links: Links = PCIE_GEN5) -> Plan:
-    """What `auto` plans for a recorded period: several tests look at the same."""
+    """What `auto` plans for a recorded iteration: several tests look at the same."""
     return POLICIES["auto"](recorded(name), int(gib * GiB), links)
 
 
@@ -61,7 +61,7 @@ def test_auto_moves_no_more_than_the_tiers_below_hold(cell: tuple[str, float], b
     """It recomputes instead, where moving would be as fast; a plan that does not fit below ends the program."""
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
     plan = POLICIES["auto"](trace, budget, replace(PCIE_GEN5, below=below))
-    assert plan.parcel_bytes <= below
+    assert plan.stored_bytes <= below
     assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget
 
 
@@ -69,11 +69,11 @@ def test_auto_moves_no_more_than_the_tiers_below_hold(cell: tuple[str, float], b
 def test_where_moves_alone_help_and_exceed_the_tiers_below_the_fewest_are_planned(name: str, budget: float) -> None:
     """Those tiers may hold them to the last byte. If not, they say how much they would have to hold."""
     trace = replace(recorded(name), recipes={})
-    needed = POLICIES["auto"](trace, int(budget * GiB), PCIE_GEN5).parcel_bytes
+    needed = POLICIES["auto"](trace, int(budget * GiB), PCIE_GEN5).stored_bytes
     for usual in (None, PCIE_GEN5):
         links = replace(PCIE_GEN5, below=needed * 9 // 10, usual=usual)
         plan = POLICIES["auto"](trace, int(budget * GiB), links)
-        assert needed * 9 // 10 < plan.parcel_bytes <= 1.05 * needed
+        assert needed * 9 // 10 < plan.stored_bytes <= 1.05 * needed
         assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget * GiB
 
 
@@ -99,7 +99,7 @@ def test_who_moves_little_enough_beside_others_need_not_move_less(recipes: bool)
     alone, beside = (POLICIES["auto"](trace, budget, links) for links in (PCIE_GEN5, beside_others))
     fastest, slower = (simulate(trace, PCIE_GEN5, plan).seconds for plan in (alone, beside))
     assert beside.moved_bytes > 0
-    assert is_quiet(beside, beside_others, slower) == recipes
+    assert is_low_traffic(beside, beside_others, slower) == recipes
     assert slower <= (1.009 if recipes else 1.02) * fastest
 
 

@@ -44,7 +44,7 @@ def test_vdnn_dyn_by_hand() -> None:
 
 
 def test_vdnnpp_moves_what_vdnn_dyn_moves_and_does_not_wait_for_it() -> None:
-    """IPDPS'19: the same offloads and prefetches, but HBM is let go only when the room is needed."""
+    """IPDPS'19: the same offloads and prefetches, but HBM is released only when the room is needed."""
     plain, asynchronous = (POLICIES[name](TRACE, 78 * MiB, LINKS) for name in ("vdnn-dyn", "vdnn++"))
     assert moves(asynchronous) == moves(plain) == {"d": 6, "c": 7, "a": 9}
     assert (asynchronous.limits, asynchronous.room) == ({}, 78 * MiB)

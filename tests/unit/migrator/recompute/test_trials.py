@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def recorded(steps: int = 3, rows: int = 128, model: nn.Module | None = None, **options: str) -> Trace:
-    """The trace of a period; by default with room for everything."""
+    """The trace of an iteration; by default with room for everything."""
     model = model or Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with tiers.session(policy="auto", dram="256MiB", **options) as session:
@@ -137,7 +137,7 @@ def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
 
     with mock.patch.object(trials.Trials, "attempt", attempt):
         recorded(steps)
-    assert tried <= 2 * 4  # two recorded periods: before there is an optimizer's state, and with it
+    assert tried <= 2 * 4  # two recorded iterations: before there is an optimizer's state, and with it
 
 
 def test_trials_change_nothing_about_what_comes_back_and_when(monkeypatch: pytest.MonkeyPatch) -> None:

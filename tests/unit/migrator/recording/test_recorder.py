@@ -167,7 +167,7 @@ def test_of_many_parts_of_a_storage_nothing_is_said_that_would_take_long() -> No
     assert not any(site.nbytes == 0 for site in recorder.trace().sites)
 
 
-def test_a_period_that_never_ends_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_that_never_ends_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT", 3)
     recorder = Recorder(set())
     assert [recorder.save(f"a:{k}", None) is None for k in range(5)] == [False, False, False, True, True]
@@ -202,7 +202,7 @@ def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_i
 
 
 def test_what_stays_in_hbm_for_now_and_is_held_by_the_program_is_seen_as_well() -> None:
-    """Where there is room nothing leaves while a period is recorded; the plan may move it all the same."""
+    """Where there is room nothing leaves while an iteration is recorded; the plan may move it all the same."""
     meter = FakeMeter()
     recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("loss:0", moved(known(storages, logits), State.FILLING, logits))

@@ -23,7 +23,7 @@ from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import EVERY
-from torch_tiers.migrator.planner import quiet
+from torch_tiers.migrator.planner import low_traffic
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime import devices
@@ -99,7 +99,7 @@ class ScriptedLane:
 
 
 class Late:
-    """A watch that answers as its thread does at worst: a period later."""
+    """A watch that answers as its thread does at worst: an iteration later."""
 
     def __init__(self, link: Link) -> None:
         calibration = Calibration()
@@ -109,14 +109,14 @@ class Late:
     def clock(self) -> float:
         return self.link.now
 
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         last = self.watch.response
         self.watch.feed(transfers, moved)
         self.watch.tick()
         return last
 
 
-def thrifty(trace: Trace, budget: int, links: Links) -> Plan:
+def no_growth(trace: Trace, budget: int, links: Links) -> Plan:
     """Stands for a planner: moves everything while the links are whole, and half of it while they are not."""
     lives = [life.ident for life in trace.lifetimes]
     moves = lives if links.h2d > 0.9 * PCIE_GEN5.h2d else lives[::2]
@@ -176,8 +176,8 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     advisor = Late(link)
     with (
         mock.patch.object(mover, "learning_room", lambda *_: ROOM),
-        mock.patch.object(quiet, "QUIET", 0.0),  # it moves little, which might stay
-        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": thrifty}),
+        mock.patch.object(low_traffic, "LOW_TRAFFIC", 0.0),  # it moves little, which might stay
+        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": no_growth}),
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,
     ):
@@ -187,10 +187,10 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
 
 def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fifty() -> None:
     with training() as program:
-        quiet = program.run(20, left=1.0)
+        calm = program.run(20, left=1.0)
         loaded = program.run(30, left=0.7)
         over = program.run(RECOVERY, left=1.0)
-    assert {program.ahead[k] for k in quiet} == {EVERY}
+    assert {program.ahead[k] for k in calm} == {EVERY}
     assert next(k for k in loaded if program.ahead[k] < EVERY) - loaded[0] < REACTION
     assert program.ahead[loaded[-1]] == LEAST_GROUPS
     assert program.ahead[over[-1]] == EVERY
@@ -198,10 +198,10 @@ def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fift
 
 def test_plans_follow_what_is_left_and_go_back() -> None:
     with training() as program:
-        quiet = program.run(20, left=1.0)
+        calm = program.run(20, left=1.0)
         loaded = program.run(30, left=0.7)
         over = program.run(RECOVERY, left=1.0)
-    all_of_it = program.moved[quiet[-1]]
+    all_of_it = program.moved[calm[-1]]
     assert program.moved[loaded[-1]] == pytest.approx(all_of_it / 2, rel=0.1)
     assert program.moved[over[-1]] == all_of_it
 
@@ -245,14 +245,14 @@ def test_what_changed_is_said_once_with_the_numbers(caplog: pytest.LogCaptureFix
 
 
 def test_the_training_thread_hardly_notices() -> None:
-    """Half a percent of a step of a hundred milliseconds is 500 us; a period of two full lanes is handed over."""
+    """Half a percent of a step of a hundred milliseconds is 500 us; an iteration of two full lanes is handed over."""
     calibration = Calibration()
     monitor = Monitor(Watch(lambda: Choice((), {}), Copies(calibration), Judge(calibration)))
     transfers = [Transfer(lane, 64 * MiB, k, k + 0.5) for lane in ("d2h", "h2d") for k in range(32)]
     times = []
     for _ in range(300):
         start = perf_counter()
-        monitor.period_over(transfers, {"d2h": 0, "h2d": 0})
+        monitor.iteration_over(transfers, {"d2h": 0, "h2d": 0})
         times.append(perf_counter() - start)
     monitor.close()
     assert median(times) < 500e-6

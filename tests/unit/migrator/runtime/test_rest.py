@@ -123,7 +123,7 @@ def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
         saver = session.runtime.saver()
         assert saver is not None
         (mover,) = saver.armed_movers
-        assert mover.learner.traces  # of the period that was recorded at once
+        assert mover.learner.traces  # of the iteration that was recorded at once
         pages.overflowed = 0
         train(CLOSELY + 8)
         assert not is_on()

@@ -44,24 +44,26 @@ def test_it_tells_what_the_hooks_will_hold() -> None:
     assert agenda.objects == KEPT + MOVED + MADE
 
 
-def test_modules_in_which_all_stays_unheard_are_quiet_and_those_around_them_as_what_came_before() -> None:
+def test_modules_in_which_all_stays_unheard_are_bypassed_and_those_around_them_as_what_came_before() -> None:
     """A residual block saves nothing: the hooks went off and on again around each of its busy modules."""
-    quiet = Stay(mover, 1, 1, quiet=True)
-    agenda = Agenda([("Net.a.b.fc:0", quiet), ("Net.a.b.act:0", quiet), ("Net.a.b.act:1", stay), ("Net.a.bn:0", quiet)])
-    assert agenda.quiet == {"Net.a": None, "Net.a.b": None, "Net.a.b.fc": True, "Net.a.bn": True}
+    bypassed = Stay(mover, 1, 1, bypass=True)
+    agenda = Agenda(
+        [("Net.a.b.fc:0", bypassed), ("Net.a.b.act:0", bypassed), ("Net.a.b.act:1", stay), ("Net.a.bn:0", bypassed)]
+    )
+    assert agenda.bypass == {"Net.a": None, "Net.a.b": None, "Net.a.b.fc": True, "Net.a.bn": True}
     assert agenda.objects == KEPT * 2
 
 
-def test_where_no_module_is_quiet_none_is_told_apart() -> None:
-    assert not Agenda([("Net.a.fc:0", stay)]).quiet
+def test_where_no_module_is_bypassed_none_is_told_apart() -> None:
+    assert not Agenda([("Net.a.fc:0", stay)]).bypass
 
 
-def test_outermost_modules_are_never_quiet_nor_is_the_program_itself() -> None:
-    quiet = Stay(mover, 1, 1, quiet=True)
-    assert not Agenda([(":0", quiet), ("Net:0", quiet)]).quiet
+def test_outermost_modules_are_never_bypassed_nor_is_the_program_itself() -> None:
+    bypassed = Stay(mover, 1, 1, bypass=True)
+    assert not Agenda([(":0", bypassed), ("Net:0", bypassed)]).bypass
 
 
-def test_modules_from_which_others_are_made_are_not_quiet() -> None:
-    quiet = Stay(mover, 1, 1, quiet=True)
-    agenda = Agenda([("Net.fc:0", quiet), ("Net.act:0", recompute("Net.fc:0"))])
-    assert not agenda.quiet
+def test_modules_from_which_others_are_made_are_not_bypassed() -> None:
+    bypassed = Stay(mover, 1, 1, bypass=True)
+    agenda = Agenda([("Net.fc:0", bypassed), ("Net.act:0", recompute("Net.fc:0"))])
+    assert not agenda.bypass

@@ -54,11 +54,13 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
         dropped = {key for plan in mover.learner.plans for key in plan.recompute}
         assert len(mover.checks.differing) == 1 and dropped and dropped.isdisjoint(mover.checks.differing)
         assert all(map(torch.equal, step(model, 3), step(plain, 3)))
-    said = [record.getMessage() for record in caplog.records if "bit for bit any more" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "no longer recomputed bit for bit" in record.getMessage()
+    ]
     assert len(said) == 1 and "by gelu" in said[0]
 
 
-class Made:
+class PlannedIteration:
     """What a check makes again: the same, for ever."""
 
     def __init__(self, counted: list[int], seconds: float, clock: Any) -> None:
@@ -70,7 +72,7 @@ class Made:
             return [torch.ones(16)]
 
         self.replay = mock.Mock(inputs=(), names=["op"], run=run)
-        self.replay.aside = nullcontext
+        self.replay.untracked = nullcontext
 
     def sources(self, most: int) -> list[Any]:
         return []
@@ -83,7 +85,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
     monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
     looked, counted = Checks(HostCompute(Counters()), 0), list[int]()
     looked.on = True
-    sites = [Made(counted, 1e-3, clock) for _ in range(3)]
+    sites = [PlannedIteration(counted, 1e-3, clock) for _ in range(3)]
     checked = [0, 0, 0]
     for _ in range(3000):
         for number, made in enumerate(sites):
@@ -91,7 +93,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
             looked.look(f"net:{number}", torch.ones(16), made, mock.Mock())  # type: ignore[arg-type]
             checked[number] += len(counted) - before
         clock.now += 0.1
-        assert not looked.period_over()
+        assert not looked.iteration_over()
     assert 1e-3 * len(counted) <= checks.PART * clock.now + 1e-3
     assert min(checked) > 0.9 * max(checked) > 100
 
@@ -103,23 +105,23 @@ def test_nothing_is_made_where_there_is_no_room_for_it(monkeypatch: pytest.Monke
     for allocated, runs in ((900, 0), (100, 1)):
         monkeypatch.setattr(compute, "allocated", lambda: allocated)  # noqa: B023
         for _ in range(3):
-            looked.look("net:0", torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
-            looked.period_over()
+            looked.look("net:0", torch.ones(16), PlannedIteration(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+            looked.iteration_over()
         assert bool(counted) == runs
 
 
-def test_where_periods_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_iterations_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second backward saves something else, as of a GAN: only the first site was ever looked at."""
     monkeypatch.setattr(checks, "PART", 1e9)
     clock, counted = mock.Mock(now=0.0), list[int]()
     looked, checked = Checks(HostCompute(Counters()), 0), set[str]()
     looked.on = True
-    for period in range(40):
-        for key in ("a:0", "a:1", "a:2", "a:3") if period % 2 else ("b:0",):
+    for iteration in range(40):
+        for key in ("a:0", "a:1", "a:2", "a:3") if iteration % 2 else ("b:0",):
             before = len(counted)
-            looked.look(key, torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+            looked.look(key, torch.ones(16), PlannedIteration(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
             checked |= {key} if len(counted) > before else set()
-        looked.period_over()
+        looked.iteration_over()
     assert checked == {"a:0", "a:1", "a:2", "a:3", "b:0"}
 
 
@@ -127,8 +129,8 @@ def test_a_check_does_not_depend_on_the_program_s_default_device(monkeypatch: py
     looked = Checks(HostCompute(Counters()), 0)
     looked.on = True
     with torch.device("meta"):
-        made = Made([], 0.0, mock.Mock(now=0.0))
+        made = PlannedIteration([], 0.0, mock.Mock(now=0.0))
         monkeypatch.setattr(made.replay, "run", lambda values: [torch.ones(16, device="cpu")])
         looked.look("net:0", torch.ones(16, device="cpu"), made, mock.Mock())  # type: ignore[arg-type]
-        assert not looked.period_over()
+        assert not looked.iteration_over()
     assert not looked.differing

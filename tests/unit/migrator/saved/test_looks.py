@@ -58,7 +58,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("holds", [True, False], ids=["holds each output", "lets go of each output"])
+@pytest.mark.parametrize("holds", [True, False], ids=["holds each output", "releases each output"])
 def test_a_program_that_only_looks_is_not_recorded_for_ever(session: Session, model: nn.Module, holds: bool) -> None:
     """It took ten times as long, to its end."""
     for _ in range(LOOKS + 3):
@@ -78,7 +78,7 @@ def test_what_it_trains_after_that_is_recorded_and_planned(session: Session, mod
     assert mover_of(session).learner.plans
 
 
-def test_a_program_all_of_whose_periods_begin_with_looks_has_plans(session: Session, model: nn.Module) -> None:
+def test_a_program_all_of_whose_iterations_begin_with_looks_has_plans(session: Session, model: nn.Module) -> None:
     for _ in range(UNRECORDED + 6):
         look(model, LOOKS + 4)
         train(model, 1)

@@ -17,7 +17,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, GiB, KiB, MiB
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.recordings import PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links, usable
 from torch_tiers.migrator.model.plan import PageGroup, Plan
 from torch_tiers.migrator.offload import filling
@@ -163,7 +163,7 @@ def test_tensors_of_two_streams_travel_apart(rig: Rig) -> None:
 
 
 def test_groups_that_are_complete_at_one_position_do_not_end_one_another() -> None:
-    """All of them come there; the second opened its group anew, which was never full, in every period."""
+    """All of them come there; the second opened its group anew, which was never full, in every iteration."""
     rig = Rig(dram=8 * MiB)
     one, other = group("a:0", "in:0", last_birth=2), group("b:0", "in:1", last_birth=2)
     (first, again), (second, and_again) = rig.planned(one, other)
@@ -184,9 +184,9 @@ def test_what_a_full_tier_has_no_room_for_stays_in_hbm_also_where_the_plan_count
     assert rig.mover.filling.refused and not rig.mover.filling.unforeseen
     assert [record.getMessage() for record in caplog.records] == [
         "tier dram is full: 64.0 KiB requested, 2.0 MiB of 2.0 MiB in use; raise TIERS_DRAM; "
-        "what it has no room for stays in hbm, beyond its budget if need be"
+        "tensors that it has no room for stay in hbm, beyond the budget if need be"
     ]
-    assert all(rig.give_back(each).numel() == NBYTES for each in moved)
+    assert all(rig.restore(each).numel() == NBYTES for each in moved)
     rig.close()
 
 
@@ -196,7 +196,7 @@ def test_the_next_plan_moves_no_more_than_was_granted(monkeypatch: pytest.Monkey
     program, asked = layers(6, 2 * MiB), []
     monkeypatch.setattr(rig.mover.learner, "plan_for_less", asked.append)
     run(rig, program)
-    assert rig.mover.learner.plans[0].parcel_bytes == 4 * MiB
+    assert rig.mover.learner.plans[0].stored_bytes == 4 * MiB
     others = rig.arena.allocate(14 * MiB)
     run(rig, program)
     run(rig, program)
@@ -206,11 +206,11 @@ def test_the_next_plan_moves_no_more_than_was_granted(monkeypatch: pytest.Monkey
     rig.close()
 
 
-def test_a_period_that_was_granted_less_does_not_correct_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_that_was_granted_less_does_not_correct_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had no room below lies in HBM, for which the next plans would have left room."""
     rig = Rig(dram=PAGE, budget=8 * MiB, policy="move")
     learned = []
-    monkeypatch.setattr(Feedback, "period_over", lambda *given, **more: learned.append(given))
+    monkeypatch.setattr(Feedback, "iteration_over", lambda *given, **more: learned.append(given))
     for _ in range(4):
         run(rig, layers(6, 2 * MiB))
     assert not learned and rig.mover.recorder is None
@@ -260,14 +260,14 @@ def test_while_nothing_is_planned_a_full_tier_leaves_tensors_in_hbm(monkeypatch:
     moved = [rig.save(f"a:{k}", tensor=tensor) for k, tensor in enumerate(tensors)]
     assert said == [
         "tier dram is full: 2.0 MiB requested, 4.0 MiB of 4.0 MiB in use; raise TIERS_DRAM; "
-        "what it has no room for stays in hbm, beyond its budget if need be"
+        "tensors that it has no room for stay in hbm, beyond the budget if need be"
     ]
     memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     expected = [tensor.clone() for tensor in tensors]
     del tensors
     rig.mover.begin_backward()
     while moved:
-        assert torch.equal(rig.give_back(moved[-1]), expected.pop())
+        assert torch.equal(rig.restore(moved[-1]), expected.pop())
         moved.pop()
         rig.engine.collect()
         assert memory.pop().expired()  # dead, and so gone, as in the program without tiers
@@ -282,12 +282,12 @@ def test_tensors_on_one_storage_move_once(rig: Rig) -> None:
     q, k, v = torch.arange(3 * NBYTES, dtype=torch.int32).view(-1, 3).unbind(1)
     (sites,) = rig.planned(group("q:0", "k:0", "v:0"))
     moved = [rig.save(f"{n}:0", go, x) for n, go, x in zip("qkv", sites, (q, k, v), strict=True)]
-    rig.let_go()
+    rig.release()
     pieces, _, _ = rig.out.jobs[0]
     assert len(rig.out.jobs) == 1
     assert sum(piece.nbytes for piece in pieces) == q.untyped_storage().nbytes()
     for x, packed in zip((q, k, v), moved, strict=True):
-        assert torch.equal(rig.give_back(packed), x)
+        assert torch.equal(rig.restore(packed), x)
 
 
 def test_a_storage_that_was_changed_in_place_moves_again(rig: Rig) -> None:
@@ -305,7 +305,7 @@ def test_a_storage_whose_group_died_is_taken_again(rig: Rig) -> None:
     del first
     rig.engine.collect()
     second = rig.save("a:1", tensor=x)
-    assert torch.equal(rig.give_back(second), x)
+    assert torch.equal(rig.restore(second), x)
 
 
 LAYOUTS: Mapping[str, Callable[[], torch.Tensor]] = {
@@ -337,9 +337,9 @@ def test_a_tensor_comes_back_as_it_was(rig: Rig, layout: str) -> None:
     keep = rig.save("odd:0", sites[0], first)
     packed = rig.save("a:0", sites[1], x)
     assert keep.saved.group is packed.saved.group
-    rig.let_go()
+    rig.release()
     assert packed.saved.group.state is State.AWAY
-    given = rig.give_back(packed)
+    given = rig.restore(packed)
     assert (given.dtype, given.size(), given.stride()) == (x.dtype, x.size(), x.stride())
     assert (
         given.contiguous().view(torch.uint8).tolist() == x.contiguous().view(torch.uint8).tolist()
@@ -352,7 +352,7 @@ def test_a_tensor_comes_back_as_it_was(rig: Rig, layout: str) -> None:
 def test_what_comes_back_shares_the_programs_version(rig: Rig) -> None:
     ((go,),) = rig.planned(group("a:0"), limit=0)
     x = torch.zeros(NBYTES, dtype=torch.uint8)
-    given = rig.give_back(rig.save("a:0", go, x))
+    given = rig.restore(rig.save("a:0", go, x))
     x.add_(1)
     assert given._version == x._version == 1
 
@@ -362,13 +362,13 @@ def test_what_is_asked_for_twice_comes_back_twice(rig: Rig) -> None:
     x = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     packed = rig.save("a:0", go, x)
     for _ in range(3):
-        assert torch.equal(rig.give_back(packed), x)
+        assert torch.equal(rig.restore(packed), x)
 
 
-# ----------------------------------------------------------------------------------------------- periods
+# ----------------------------------------------------------------------------------------------- iterations
 
 
-def test_the_first_period_is_learned_from(rig: Rig) -> None:
+def test_the_first_iteration_is_learned_from(rig: Rig) -> None:
     assert run(rig, layers(10))
     assert {key for key, action in rig.mover.actions() if isinstance(action, Go)} == set(layers(10))
     assert rig.mover.recorder is None
@@ -386,7 +386,7 @@ def test_within_a_capture_nothing_is_collected(rig: Rig, monkeypatch: pytest.Mon
     assert not rig.mover.engine.dead
 
 
-def test_what_was_cached_for_trials_is_given_back_after_recorded_periods_alone(rig: Rig) -> None:
+def test_what_was_cached_for_trials_is_given_back_after_recorded_iterations_alone(rig: Rig) -> None:
     for recorded in (1, 1, 1):
         run(rig, layers(4))
         assert rig.compute.tidied == recorded
@@ -399,26 +399,26 @@ def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Ri
     told = rig.compute.stands_for
     assert told[:CLOSELY] == [1] * CLOSELY
     assert sorted(told[-SAMPLED:]) == [0] * (SAMPLED - 1) + [SAMPLED], "and what is timed stands for the rest"
-    run(rig, layers(3))  # which is drift, and recorded
+    run(rig, layers(3))  # which the plan mispredicts, and so recorded
     assert rig.mover.recorder is not None and told[-1] == 1
 
 
 def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as while the faster of two is found: each has to be told what its periods take."""
+    """Such as while the faster of two is found: each has to be told what its iterations take."""
     monkeypatch.setattr(Learner, "settled", False)
     for _ in range(2 * CLOSELY):
         run(rig, layers(2))
     assert rig.compute.stands_for == [1] * 2 * CLOSELY
 
 
-def test_the_device_is_held_back_in_the_last_of_the_periods_that_are_recorded_in_a_row() -> None:
+def test_the_device_is_held_back_in_the_last_of_the_iterations_that_are_recorded_in_a_row() -> None:
     rig = Rig(recordings=3)
     for _ in range(4):
         run(rig, layers(2))
     assert rig.compute.held == [False, False, True]
-    for _ in range(1 + PERIODS_AFTER_DRIFT):
-        run(rig, layers(3))  # which is drift, and recorded
-    assert rig.compute.held[3:] == [False] * (PERIODS_AFTER_DRIFT - 1) + [True]
+    for _ in range(1 + ITERATIONS_AFTER_MISPREDICTION):
+        run(rig, layers(3))  # which the plan mispredicts, and so recorded
+    assert rig.compute.held[3:] == [False] * (ITERATIONS_AFTER_MISPREDICTION - 1) + [True]
     rig.close()
 
 
@@ -432,14 +432,14 @@ def test_what_begins_again_is_not_held_back() -> None:
     rig.close()
 
 
-def test_a_planned_period_leaves_nothing_behind(rig: Rig) -> None:
+def test_a_planned_iteration_leaves_nothing_behind(rig: Rig) -> None:
     for _ in range(3):
         run(rig, layers(10))
         rig.engine.collect()
         assert (rig.engine.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
 
 
-def test_a_planned_period_stays_within_its_limit() -> None:
+def test_a_planned_iteration_stays_within_its_limit() -> None:
     rig = Rig(budget=24 * MiB, policy="flashneuron")
     run(rig, layers(40))
     peaks: list[int] = []
@@ -457,7 +457,7 @@ def test_a_plan_that_asks_for_more_than_there_is_below_hbm_is_carried_out_as_far
         run(rig, layers(10))
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("the plan has 10.0 MiB in dram at once, which holds 8.0 MiB: raise TIERS_DRAM")
-    assert line.endswith("what it has no room for stays in hbm, beyond its budget if need be")
+    assert line.endswith("tensors that it has no room for stay in hbm, beyond the budget if need be")
     assert rig.out.copies
     rig.close()
 
@@ -477,7 +477,7 @@ def test_a_considerable_part_that_no_longer_comes_starts_recording_again(rig: Ri
     assert (rig.mover.recorder is not None) == recorded
 
 
-def test_a_known_kind_of_period_is_no_drift(rig: Rig) -> None:
+def test_a_known_kind_of_iteration_is_no_misprediction(rig: Rig) -> None:
     one, other = layers(10, name="generator"), layers(6, name="discriminator")
     for _ in range(8):
         run(rig, one)
@@ -486,7 +486,7 @@ def test_a_known_kind_of_period_is_no_drift(rig: Rig) -> None:
     assert not any([run(rig, one), run(rig, other), run(rig, one)])
 
 
-def test_a_group_that_left_under_pressure_is_no_drift(rig: Rig) -> None:
+def test_a_group_that_left_under_pressure_is_no_misprediction(rig: Rig) -> None:
     run(rig, layers(10))
     rig.engine.limit = 0
     run(rig, layers(10))
@@ -496,7 +496,7 @@ def test_a_group_that_left_under_pressure_is_no_drift(rig: Rig) -> None:
 def test_while_recording_what_stays_enters_as_it_leaves() -> None:
     rig = Rig(budget=64 * MiB, policy="flashneuron")
     run(rig, layers(10))
-    run(rig, layers(12))  # drift: the next periods are recorded
+    run(rig, layers(12))  # mispredicted: the next iterations are recorded
     seen: list[int] = []
     run(rig, layers(12), check=lambda: seen.append(rig.engine.resident))
     assert min(seen) >= 0
@@ -515,11 +515,11 @@ def test_a_forward_that_raised_is_not_counted(rig: Rig) -> None:
     assert [site.key for site in trace.sites] == list(layers(10))
 
 
-def test_a_graph_that_outlives_its_period_is_whole(rig: Rig) -> None:
+def test_a_graph_that_outlives_its_iteration_is_whole(rig: Rig) -> None:
     x = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     early = rig.save("other:0", tensor=x)
     run(rig, layers(10))
-    assert torch.equal(rig.give_back(early), x)
+    assert torch.equal(rig.restore(early), x)
     del early
     rig.engine.collect()
     assert (rig.engine.resident, rig.arena.used) == (0, 0)
@@ -531,7 +531,7 @@ def test_a_graph_that_outlives_its_period_is_whole(rig: Rig) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("on_disk", [False, True], ids=["dram", "nvme"])
 def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_path: Path, seed: int) -> None:
-    """Kinds of periods alternate at random, sizes change, sites come and go; some forwards end in an exception."""
+    """Kinds of iterations alternate at random, sizes change, sites come and go; some forwards end in an exception."""
     rng, counters = Random(seed), Counters()
     rig = Rig.__new__(Rig)
     rig.arena = DramArena(8 * PAGE if on_disk else 64 * MiB, pinned=False)
@@ -542,7 +542,7 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     budget = rng.choice([4, 12, 64]) * MiB
     # Some of these budgets no plan meets: then the one that comes closest is carried out.
     rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget, must_fit=False), budget, built())
-    rig.give_back = rig.mover.give_back  # type: ignore[method-assign]
+    rig.restore = rig.mover.restore  # type: ignore[method-assign]
     rig.settle = lambda: None  # type: ignore[method-assign]
     kinds = [
         {f"{kind}{k}:0": rng.randrange(4 * KiB, 400 * KiB) for k in range(rng.randrange(1, 40))}
@@ -592,7 +592,7 @@ def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Ri
     rig.mover.recorder, rig.mover.learner = None, Planner()
     rig.mover._adopt()
     assert asked == [usable(64 * MiB)]
-    rig.mover.heed(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
+    rig.mover.apply_advice(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
     assert asked[1:] == asked[:1]
     rig.mover.learner.plan_for_less = lambda below: asked.clear()
     rig.mover.learner.plans = (large,)
@@ -606,5 +606,5 @@ def test_it_is_told_to_who_corrects_plans_that_groups_come_back_in_another_order
     told = []
     monkeypatch.setattr(rig.mover.learner, "rearranged", lambda: told.append(rig.engine.ahead))
     for ahead in (None, 8, 8, 16, None, None):
-        rig.mover.heed(ahead, PCIE_GEN5)
+        rig.mover.apply_advice(ahead, PCIE_GEN5)
     assert told == [8, 16, EVERY]

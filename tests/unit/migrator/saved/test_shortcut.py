@@ -70,8 +70,8 @@ class _Mover:
         self.engine.told.append(("drop", make.key))
         return self.take(tensor, make.key, None, kind)
 
-    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
-        self.engine.told.append(("give back", count))
+    def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
+        self.engine.told.append(("restore", count))
         return moved.view(None)
 
     def begin_backward(self) -> None:
@@ -83,7 +83,7 @@ class _Rig:
 
     def __init__(self, *, shortcut: bool = True) -> None:
         self.mover: Any = _Mover()
-        self.periods = 0
+        self.iterations = 0
         self.saver = saver = Saver(lambda device: self.mover, lambda *_: None, self._over, Allowance(), built())
         self.pack, self.unpack = saver.hooks if shortcut else (saver.pack, saver.unpack)
         saver.note = self._note  # type: ignore[method-assign]
@@ -92,17 +92,17 @@ class _Rig:
         self.mover.engine.told.append(("note", tensor.shape, key))
 
     def _over(self, saver: Saver) -> None:
-        self.periods += 1
+        self.iterations += 1
 
     def plan(self, actions: list[Action | None], noted: set[int]) -> None:
         self.saver.adopt((f":{n}", action) for n, action in enumerate(actions) if action is not None)
         if noted:
             self.saver._agenda._noted[""] = noted  # as what is made from them would have it
-        self.saver.place.period += 1
+        self.saver.place.iteration += 1
 
     def state(self) -> tuple[object, ...]:
         place = self.saver.place
-        return self.mover.engine.told, self.periods, place.in_backward, place.here.count, place.here.path
+        return self.mover.engine.told, self.iterations, place.in_backward, place.here.count, place.here.path
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ class _Walk:
         elif what == "capture":
             self.each(lambda rig: vars(rig.mover.engine.compute).update(captures=not rig.mover.engine.compute.captures))
         else:
-            self.each(lambda rig: rig.saver.end_period())
+            self.each(lambda rig: rig.saver.end_iteration())
             self.held.clear()
 
 
@@ -265,7 +265,7 @@ def test_a_module_that_comes_again_takes_the_shortcut_with_its_first_tensor(spie
     rig.plan([Stay(rig.mover, 1, 1)] * 2, set())
     rig.pack(torch.randn(8))
     called.clear()
-    rig.saver.place.period += 1
+    rig.saver.place.iteration += 1
     packed = rig.pack(torch.randn(8))
     assert isinstance(packed, tuple) and packed[2] is rig.saver.place.here.actions[0]
     assert called == [] and rig.saver.place.here.count == 1
@@ -307,7 +307,7 @@ def test_what_is_saved_within_backward_is_left_to_python(spied: tuple[_Rig, list
     assert rig.saver.place.here.count == 1
 
 
-def test_a_period_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if_that_was_decided() -> None:
+def test_an_iteration_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if_that_was_decided() -> None:
     """Whoever catches the error may go on, and what is recorded must not take the shortcut."""
     rig = _Rig()
     rig.plan([Stay(rig.mover, 1, 1)] * 4, set())
@@ -318,10 +318,10 @@ def test_a_period_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if
         rig.mover.recorder = object()
         raise RuntimeError("no plan fits")
 
-    rig.saver._period_over = raises
+    rig.saver._iteration_over = raises
     rig.saver.place.in_backward = True
     with pytest.raises(RuntimeError, match="no plan fits"):
-        rig.saver.end_period()
+        rig.saver.end_iteration()
     assert rig.saver.place.recording
 
 

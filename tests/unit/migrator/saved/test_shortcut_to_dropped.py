@@ -56,7 +56,7 @@ def test_a_plain_program_asks_python_for_nothing_that_was_dropped(
     view = Dropped.view
 
     def asked_for(self: Dropped, peek: Any, *, count: bool) -> Tensor:
-        if count and self.record is None:  # by backward, and not while the period is recorded
+        if count and self.record is None:  # by backward, and not while the iteration is recorded
             asked.append(self)
         return view(self, peek, count=count)
 

@@ -74,35 +74,35 @@ def test_suspended_hooks_come_back_once(hooks: Counting) -> None:
     assert not hooks.sees()
 
 
-def test_hooks_that_are_hushed_are_off_until_they_are_not(hooks: Counting) -> None:
-    hooks.hush(on=True)
-    assert hooks.hushed and not hooks.sees()
-    hooks.hush(on=False)
-    assert not hooks.hushed and hooks.sees()
+def test_hooks_that_are_bypassed_are_off_until_they_are_not(hooks: Counting) -> None:
+    hooks.bypass(on=True)
+    assert hooks.bypassed and not hooks.sees()
+    hooks.bypass(on=False)
+    assert not hooks.bypassed and hooks.sees()
 
 
-def test_hooks_are_hushed_only_where_they_are_the_ones_that_would_be_called(hooks: Counting) -> None:
+def test_hooks_are_bypassed_only_where_they_are_the_ones_that_would_be_called(hooks: Counting) -> None:
     others = Counting()
     others.push()
-    hooks.hush(on=True)
-    assert not hooks.hushed and others.sees()
+    hooks.bypass(on=True)
+    assert not hooks.bypassed and others.sees()
 
 
-def test_hushed_hooks_do_not_come_back_on_top_of_somebody_else_s(hooks: Counting) -> None:
-    hooks.hush(on=True)
+def test_bypassed_hooks_do_not_come_back_on_top_of_somebody_else_s(hooks: Counting) -> None:
+    hooks.bypass(on=True)
     others = Counting()
     others.push()
-    hooks.hush(on=False)
-    assert hooks.hushed and others.sees()
+    hooks.bypass(on=False)
+    assert hooks.bypassed and others.sees()
     others.take_off()
-    hooks.hush(on=False)
-    assert not hooks.hushed and hooks.sees()
+    hooks.bypass(on=False)
+    assert not hooks.bypassed and hooks.sees()
 
 
-def test_hushed_hooks_do_not_come_back_where_hooks_are_forbidden(hooks: Counting) -> None:
-    hooks.hush(on=True)
+def test_bypassed_hooks_do_not_come_back_where_hooks_are_forbidden(hooks: Counting) -> None:
+    hooks.bypass(on=True)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        hooks.hush(on=False)
-        assert hooks.hushed
-    hooks.hush(on=False)
+        hooks.bypass(on=False)
+        assert hooks.bypassed
+    hooks.bypass(on=False)
     assert hooks.sees()

@@ -177,7 +177,7 @@ def test_no_byte_of_a_tensor_is_left_out_and_it_comes_back_the_same(
     entry.saved.offset = 3 * SLOT
     buffer = torch.zeros(3 * SLOT + entry.saved.nbytes, dtype=torch.uint8)
     buffer[3 * SLOT :] = torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage())[known.low : known.high]
-    tensors.let_go([entry.saved])
+    tensors.release([entry.saved])
     back = entry.view(buffer)
     assert torch.equal(back, view)
     assert (back.dtype, back.size(), back.stride()) == (view.dtype, view.size(), view.stride())
@@ -282,12 +282,12 @@ def test_of_no_members_nothing_leaves(tensors: HookTensors) -> None:
     assert (tensors.arrange([]), tensors.spans([], 0)) == (0, b"")
 
 
-def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: HookTensors) -> None:
+def test_what_is_released_leaves_memory_and_still_tells_of_changes(tensors: HookTensors) -> None:
     x = torch.arange(6.0).reshape(2, 3)
     entry, storage = moved(tensors, x), weakref.ref(x.untyped_storage())
     assert not entry.changed()
     assert torch.equal(entry.view(None), x)
-    tensors.let_go([entry.saved])
+    tensors.release([entry.saved])
     assert entry.saved.alias.numel() == 0
     assert entry.saved.alias.dtype == torch.float32
     x.add_(1)
@@ -364,7 +364,7 @@ def test_what_autograd_saves_comes_back_with_its_graph(tensors: HookTensors) -> 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = (x * x).exp()
     buffers = [entry.view(None).detach().clone().view(torch.uint8) for entry in packed]
-    tensors.let_go([entry.saved for entry in packed])
+    tensors.release([entry.saved for entry in packed])
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert torch.equal(grad, (x * x).exp() * 2 * x)
     (again,) = torch.autograd.grad(grad.sum(), x)
@@ -420,7 +420,7 @@ def test_nothing_leaks_and_cycles_are_collected(tensors: HookTensors) -> None:
     group.members = [known.saved]
     claim, record = Group(), Group()
     entry: Any = tensors.Moved(x, group, known.saved, claim, None, record)
-    record.members = [entry]  # a replay of the period that is recorded
+    record.members = [entry]  # a replay of the iteration that is recorded
     dead = [weakref.ref(one) for one in (group, claim, record, entry, x.untyped_storage())]
     del group, x, storages, known, claim, record, entry
     gc.collect()

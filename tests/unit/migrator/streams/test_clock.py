@@ -101,7 +101,7 @@ class Peaks:
     def use(self, nbytes: int) -> None:
         self.highest = max(self.highest, nbytes)
 
-    def lap(self, *, with_present: bool = False) -> int:
+    def take_peak(self, *, with_present: bool = False) -> int:
         return self.highest
 
     def restart(self) -> tuple[int, int]:
@@ -131,11 +131,11 @@ def compute(monkeypatch: pytest.MonkeyPatch, peaks: Peaks) -> CudaCompute:
     return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), cast("Library", None), Memory(peaks))
 
 
-def period(compute: CudaCompute, *causes: str) -> None:
+def iteration(compute: CudaCompute, *causes: str) -> None:
     for cause in causes:
         compute.wait(Event(), cause, compute.stream())
     time.sleep(0.011)
-    compute._counters.periods += 1
+    compute._counters.iterations += 1
     compute.settle()
 
 
@@ -155,7 +155,9 @@ def test_flushes_of_the_allocator_s_cache_are_counted(compute: CudaCompute, peak
     assert compute._counters.flushes == 5
 
 
-def test_what_an_evaluation_between_two_periods_takes_is_no_peak_of_theirs(compute: CudaCompute, peaks: Peaks) -> None:
+def test_what_an_evaluation_between_two_iterations_takes_is_no_peak_of_theirs(
+    compute: CudaCompute, peaks: Peaks
+) -> None:
     """What a second optimizer takes is. Nor is a flush theirs, which is counted all the same."""
     peaks.use(100)
     assert compute.peak(0) == 100
@@ -173,24 +175,24 @@ def test_what_an_evaluation_between_two_periods_takes_is_no_peak_of_theirs(compu
     assert compute.peak(0) == 80
 
 
-def test_periods_of_a_device_follow_one_another(compute: CudaCompute) -> None:
+def test_iterations_of_a_device_follow_one_another(compute: CudaCompute) -> None:
     start = time.perf_counter()
     for _ in range(4):
-        period(compute)
+        iteration(compute)
     compute.close()
-    periods = slices(compute, "periods")
-    assert [event["name"] for event in periods] == ["period 2", "period 3", "period 4"]
-    for first, second in pairwise(periods):
+    iterations = slices(compute, "periods")
+    assert [event["name"] for event in iterations] == ["period 2", "period 3", "period 4"]
+    for first, second in pairwise(iterations):
         assert first["ts"] + first["dur"] == pytest.approx(second["ts"], abs=0.01)
-    assert start <= periods[0]["ts"] / 1e6
-    assert (periods[-1]["ts"] + periods[-1]["dur"]) / 1e6 <= time.perf_counter()
+    assert start <= iterations[0]["ts"] / 1e6
+    assert (iterations[-1]["ts"] + iterations[-1]["dur"]) / 1e6 <= time.perf_counter()
 
 
 def test_waits_lie_where_they_were_and_are_those_that_are_counted(compute: CudaCompute) -> None:
     before = time.perf_counter()
-    period(compute, "d2h")
+    iteration(compute, "d2h")
     between = time.perf_counter()
-    period(compute, "h2d")
+    iteration(compute, "h2d")
     compute.close()
     d2h, h2d = slices(compute, "waits")
     assert before <= d2h["ts"] / 1e6 + 1e-3 and (d2h["ts"] + d2h["dur"]) / 1e6 <= between + 1e-3
@@ -199,10 +201,10 @@ def test_waits_lie_where_they_were_and_are_those_that_are_counted(compute: CudaC
         assert wait["dur"] / 1e6 == pytest.approx(compute._counters.stalls[wait["name"]].seconds, abs=1e-6)
 
 
-def test_of_periods_whose_waits_are_not_timed_only_the_waits_are_missing(compute: CudaCompute) -> None:
+def test_of_iterations_whose_waits_are_not_timed_only_the_waits_are_missing(compute: CudaCompute) -> None:
     compute.time_waits(0)
     for _ in range(3):
-        period(compute, "h2d")
+        iteration(compute, "h2d")
     compute.close()
     assert [event["name"] for event in slices(compute, "periods")] == ["period 2", "period 3"]
     assert slices(compute, "waits") == []

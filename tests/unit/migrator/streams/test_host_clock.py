@@ -42,8 +42,8 @@ class Program:
         self._clock.return_value += seconds
         self._delayed += seconds
 
-    def told(self) -> tuple[tuple[float, ...], frozenset[int]]:
-        return self._host.told(self._busy, self._passed.__getitem__, self._ticks)
+    def clocks(self) -> tuple[tuple[float, ...], frozenset[int]]:
+        return self._host.clocks(self._busy, self._passed.__getitem__, self._ticks)
 
 
 @pytest.fixture
@@ -56,19 +56,19 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
 def test_what_hooks_take_is_not_the_program_s(program: Program) -> None:
     program.goes_on(1.0, device=5.0, ours=3.0)
     program.goes_on(2.0, device=9.0)
-    assert program.told() == ((1.0, 2.0), frozenset())
+    assert program.clocks() == ((1.0, 2.0), frozenset())
 
 
 def test_a_host_that_is_ahead_waits_for_nothing(program: Program) -> None:
     program.goes_on(1.0, device=10.0)
     program.goes_on(1.0, device=11.0)
-    assert program.told()[1] == frozenset()
+    assert program.clocks()[1] == frozenset()
 
 
 def test_a_host_that_finds_a_device_idle_which_was_behind_has_waited_for_it(program: Program) -> None:
     program.goes_on(1.0, device=10.0)  # nine seconds behind
     program.goes_on(12.0, device=13.0, busy=2.0)  # which it is through with at 10, and with what came then at 12
-    own, joins = program.told()
+    own, joins = program.clocks()
     assert joins == {1}
     assert own == (1.0, 1.0), "what the device did not hide"
 
@@ -76,14 +76,14 @@ def test_a_host_that_finds_a_device_idle_which_was_behind_has_waited_for_it(prog
 def test_a_host_that_is_slower_than_the_device_all_along_has_not_waited(program: Program) -> None:
     for second in range(1, 5):
         program.goes_on(1.0, device=float(second))
-    assert program.told() == ((1.0,) * 4, frozenset())
+    assert program.clocks() == ((1.0,) * 4, frozenset())
 
 
 def test_what_pages_take_to_map_is_not_the_program_s(program: Program) -> None:
     program.goes_on(1.0, device=1.0)
     program.is_kept_for_memory(4.0)
     program.goes_on(2.0, device=7.0)
-    assert program.told() == ((1.0, 2.0), frozenset())
+    assert program.clocks() == ((1.0, 2.0), frozenset())
 
 
 def test_a_host_that_is_kept_until_the_device_is_idle_has_not_waited_for_it(program: Program) -> None:
@@ -91,4 +91,4 @@ def test_a_host_that_is_kept_until_the_device_is_idle_has_not_waited_for_it(prog
     program.goes_on(1.0, device=6.0)
     program.is_kept_for_memory(5.0)
     program.goes_on(1.0, device=7.0)
-    assert program.told() == ((1.0, 1.0), frozenset())
+    assert program.clocks() == ((1.0, 1.0), frozenset())

@@ -42,7 +42,7 @@ def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
     compute = HostCompute(counters)
     meter = compute.meter()
     meter.tick(0)
-    with meter.aside():
+    with meter.untracked():
         time.sleep(0.05)
     with counters.waiting("d2h"):
         time.sleep(0.05)
@@ -67,12 +67,12 @@ class FakeCompute:
         self.has_passed_all = False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        self.stream_has.append("aside")
+    def untracked(self) -> Iterator[None]:
+        self.stream_has.append("untracked")
         yield
         self.stream_has.append("no more")
 
-    def lap(self, *, with_present: bool = False) -> int:
+    def take_peak(self, *, with_present: bool = False) -> int:
         self.with_present = with_present
         peak, self.highest = self.highest, 0
         return peak
@@ -111,13 +111,13 @@ def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
     meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
     compute.highest = 100
     meter.tick(30)
-    compute.highest = 500  # the hook lets go of one group, and brings another
+    compute.highest = 500  # the hook releases one group, and brings another
     meter.resume()
     compute.highest = 80
     assert meter.finish(0, [0, 0]).others == (70, 80)
 
 
-def test_what_is_let_go_of_in_a_stretch_is_nobody_else_s_until_then() -> None:
+def test_what_is_released_in_a_stretch_is_nobody_else_s_until_then() -> None:
     """As a group leaves at a save: memory that the peak of the stretch begins with, and nobody could use before."""
     meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
     compute.highest = 100
@@ -150,7 +150,7 @@ def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it() -> None
     assert meter.finish(0, [0, 0]).others == (0, 10)
 
 
-def test_what_the_stretch_took_before_something_was_let_go_counts_too() -> None:
+def test_what_the_stretch_took_before_something_was_released_counts_too() -> None:
     meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
     compute.highest = 300
     meter.part(60)
@@ -171,9 +171,9 @@ def test_what_lies_there_as_a_stretch_begins_counts_where_something_may_come_bes
 
 def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
     meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    with meter.aside():
+    with meter.untracked():
         compute.stream_has.append("work")
-    assert compute.stream_has == ["mark", "mark", "aside", "work", "no more", "mark"]
+    assert compute.stream_has == ["mark", "mark", "untracked", "work", "no more", "mark"]
 
 
 def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
@@ -184,7 +184,7 @@ def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
     assert meter.finish(0, [0, 60]).others == (100, 40)
 
 
-def test_the_device_is_held_back_before_the_period_begins() -> None:
+def test_the_device_is_held_back_before_the_iteration_begins() -> None:
     compute = FakeCompute()
     CudaMeter(compute, held=True)  # type: ignore[arg-type]
     assert compute.stream_has == [f"hold up {HOLD} s", "mark"]

@@ -46,15 +46,15 @@ def seen_by_the_program() -> int:
     return int(peaks._stats()["allocated_bytes"]["all"]["peak"])
 
 
-def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(allocator: Allocator) -> None:
+def test_parts_tell_peaks_of_their_own_and_the_iteration_its_highest(allocator: Allocator) -> None:
     of_device = peaks.PeaksOfPyTorch(DEVICE)
     of_device.restart()
-    laps = []
+    taken = []
     for up, down in ((5, 3), (9, 9), (1, 0)):
         allocator.use(up)
         allocator.use(-down)
-        laps.append(of_device.lap())
-    assert laps == [5, 11, 3]
+        taken.append(of_device.take_peak())
+    assert taken == [5, 11, 3]
     assert of_device.restart() == (11, 3)
     assert of_device.restart() == (3, 3)
 
@@ -65,13 +65,13 @@ def test_the_program_sees_the_peak_since_its_own_reset(allocator: Allocator) -> 
     of_device = peaks.PeaksOfPyTorch(DEVICE)
     of_device.restart()
     allocator.use(7)
-    of_device.lap()
+    of_device.take_peak()
     assert seen_by_the_program() == 20
     peaks._reset()
     assert seen_by_the_program() == 7
     allocator.use(1)
     allocator.use(-1)
-    of_device.lap()
+    of_device.take_peak()
     assert seen_by_the_program() == 8
     assert peaks._stats()["num_alloc_retries"] == 3
 
@@ -96,7 +96,7 @@ def test_what_there_was_at_restarts_is_looked_through_when_somebody_asks(
 
 
 def test_what_nobody_asks_for_does_not_pile_up(allocator: Allocator) -> None:
-    """In a planned period there is no lap, and a program may never ask for its peaks."""
+    """In a planned iteration no peak is taken, and a program may never ask for its peaks."""
     of_device = peaks.PeaksOfPyTorch(DEVICE)
     allocator.use(20)
     allocator.use(-20)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torch_tiers.migrator.streams.cuda import CudaCompute
-from torch_tiers.migrator.streams.laps import Laps
+from torch_tiers.migrator.streams.iteration_timer import IterationTimer
 from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -35,7 +35,7 @@ class Mark:
 @pytest.fixture
 def compute() -> Any:
     compute: Any = CudaCompute.__new__(CudaCompute)  # without a device
-    compute._laps, compute.waited = Laps("cuda:0", Counters()), None
+    compute._timer, compute.waited = IterationTimer("cuda:0", Counters()), None
     compute.capturing, compute.stream = (lambda: False), (lambda: 1)
     compute.held = []
     compute.mark, compute.hold = (lambda stream: Mark()), (lambda stream, event: compute.held.append(event))
@@ -54,12 +54,12 @@ def test_what_the_device_idles_while_the_host_waits_for_a_thread_is_a_stall_of_t
     compute.settle()
     event = Mark()
     compute.wait(promised(event), "gds_read", 1)
-    lap = compute.settle()
-    assert lap is not None and lap.stalls["gds_read"] == pytest.approx(lap.seconds, rel=0.5)
-    assert lap.stalls["gds_read"] >= LATE / 2 and compute.held == [event]
+    took = compute.settle()
+    assert took is not None and took.stalls["gds_read"] == pytest.approx(took.seconds, rel=0.5)
+    assert took.stalls["gds_read"] >= LATE / 2 and compute.held == [event]
 
 
-def test_it_is_left_out_of_what_a_recorded_period_takes(compute: Any) -> None:
+def test_it_is_left_out_of_what_a_recorded_iteration_takes(compute: Any) -> None:
     compute.waited = []
     compute.wait(promised(Mark()), "gds_read", 1)
     ((reached, on),) = compute.waited

@@ -51,7 +51,7 @@ class Dropping:
     runs: int = 0
 
     def pack(self, tensor: Tensor) -> object:
-        with self.recorder.aside():
+        with self.recorder.untracked():
             found = self.recorder.closure([tensor])
             if isinstance(found, Refused):
                 if "no operator of this tape" not in found.reason:

@@ -21,7 +21,7 @@ def built() -> Recorder:
 
 @pytest.fixture
 def recorder(built: Recorder) -> Iterator[Recorder]:
-    """The same; a test that fails in the middle leaves no period behind."""
+    """The same; a test that fails in the middle leaves no record behind."""
     yield built
     if built.is_recording:
         built.end()

@@ -100,7 +100,7 @@ def test_goes_no_further_than_what_is_promised(taped: Recorder) -> None:
     assert torch.equal(closure.run()[0], z)
 
 
-def test_promise_of_one_period_holds_in_the_next_as_a_distance(recorder: Recorder) -> None:
+def test_promise_of_one_record_holds_in_the_next_as_a_distance(recorder: Recorder) -> None:
     x = torch.randn(3, 4)
 
     def program() -> list[Tensor]:
@@ -131,13 +131,13 @@ def test_distance_that_leads_nowhere_promises_nothing(taped: Recorder) -> None:
     assert isinstance(found, Closure) and short(found) == ["randn", "sin"]
 
 
-def test_promises_of_another_period_are_refused(recorder: Recorder) -> None:
+def test_promises_of_another_record_are_refused(recorder: Recorder) -> None:
     recorder.begin()
     stops = recorder.stops()
     recorder.end()
     recorder.begin()
     x = torch.ones(2)
-    assert "another period" in refusal_of(recorder, x, stops=stops)
+    assert "another record" in refusal_of(recorder, x, stops=stops)
     assert stops.add(x) is None
     recorder.end()
 

@@ -20,7 +20,7 @@ class Packed:
 
 @pytest.fixture
 def x() -> Tensor:
-    """Made before anything was recorded, as parameters are."""
+    """PlannedIteration before anything was recorded, as parameters are."""
     return torch.randn(1024)
 
 
@@ -60,7 +60,7 @@ def test_value_may_lie_anywhere_in_a_larger_storage(recording: Recorder, x: Tens
     assert torch.equal(*found.make([buffer[1024:2048]]), y.cos())
 
 
-def test_nothing_is_made_of_what_the_graph_has_let_go_of(recording: Recorder, x: Tensor) -> None:
+def test_nothing_is_made_of_what_the_graph_has_released(recording: Recorder, x: Tensor) -> None:
     packs = recording.packs()
     packs.note(x, packed := Packed(), "net:0")
     y = x.sin()

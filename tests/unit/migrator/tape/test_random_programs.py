@@ -219,7 +219,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class Made:
+class PlannedIteration:
     closure: Closure
     originals: list[Tensor]
     leaves: list[Tensor | None]
@@ -233,7 +233,7 @@ class Trial:
         self.rng = rng
         self.counts = counts
         self.pool: Pool = [torch.randn(4, 4), torch.randn(4, 4).double(), torch.randn(3, 4)]
-        self.made: list[Made] = []
+        self.made: list[PlannedIteration] = []
         self.promised: dict[tuple[int, int], Tensor] = {}
         self.stops: Stops | None = None
 
@@ -248,7 +248,7 @@ class Trial:
                 made = []  # it raised in the middle
             self.pool += made if isinstance(made, list) else [made]
             if self.rng.random() < 0.3:
-                with self.recorder.aside():
+                with self.recorder.untracked():
                     self.look()
         tape = self.recorder.end()
         assert tape is not None and tape.broken is None
@@ -277,9 +277,9 @@ class Trial:
             self.counts[f"refused: {found.reason.partition(': ')[2] or found.reason}"] += 1
         if isinstance(found, Closure):
             held = [self.promised.get((each.storage, each.state)) for each in found.leaves]
-            self.made.append(Made(found, originals, held))
+            self.made.append(PlannedIteration(found, originals, held))
 
-    def check(self, made: Made) -> None:
+    def check(self, made: PlannedIteration) -> None:
         """Each run makes the same, or raises."""
         before = torch.get_rng_state()
         leaves = None if self.rng.random() < 0.5 else made.leaves
@@ -287,7 +287,7 @@ class Trial:
             found = made.closure.run(leaves, poison=self.rng.choice([None, 0x3F]))
         except Differs as differs:
             self.counts[str(differs)] += 1
-            assert made.closure.is_stale or "was let go of" in str(differs), differs
+            assert made.closure.is_stale or "was released" in str(differs), differs
             found = []
         self.counts["made"] += bool(found)
         assert torch.equal(torch.get_rng_state(), before)

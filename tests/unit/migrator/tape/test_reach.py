@@ -122,7 +122,7 @@ def test_inference_tensors_have_no_version(recorder: Recorder) -> None:
     assert sin.inputs[0].producer == add.number != ones.number
 
 
-def test_period_that_ends_within_a_mode_is_over(recorder: Recorder) -> None:
+def test_record_that_ends_within_a_mode_is_over(recorder: Recorder) -> None:
     with torch.inference_mode():
         recorder.begin()
         end(recorder)
@@ -285,18 +285,18 @@ def test_compiled_code_is_not_recorded_and_not_compiled_again(recorder: Recorder
 def test_what_inductor_has_made_is_not_recorded(recorder: Recorder) -> None:
     code = pytest.importorskip("torch._inductor.output_code")
 
-    class Made(code.OutputCode):  # type: ignore[misc, name-defined]
+    class PlannedIteration(code.OutputCode):  # type: ignore[misc, name-defined]
         def __call__(self, x: Tensor) -> Tensor:
             return torch.mm(x, x)
 
-    code.Made = Made
+    code.PlannedIteration = PlannedIteration
     x = torch.ones(2, 2)
     try:
         recorder.begin()
-        Made()(x)
+        PlannedIteration()(x)
         x.sin()
         assert names(end(recorder)) == ["sin"]
         recorder.begin()
     finally:
-        del code.Made
+        del code.PlannedIteration
         recorder.end()

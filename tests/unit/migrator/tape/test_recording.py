@@ -24,7 +24,7 @@ def names(tape: Tape) -> list[str]:
     return [each.name.removeprefix("aten::") for each in tape.operators]
 
 
-def test_nothing_is_recorded_outside_of_a_period(recorder: Recorder) -> None:
+def test_nothing_is_recorded_outside_of_a_record(recorder: Recorder) -> None:
     x = torch.ones(3)
     x.sin()
     recorder.begin()
@@ -34,19 +34,19 @@ def test_nothing_is_recorded_outside_of_a_period(recorder: Recorder) -> None:
     assert names(tape) == ["cos"] and recorder.end() is None
 
 
-def test_nothing_is_recorded_aside(recorder: Recorder) -> None:
+def test_nothing_is_recorded_in_an_untracked_scope(recorder: Recorder) -> None:
     x = torch.ones(3)
     recorder.begin()
-    with recorder.aside():
+    with recorder.untracked():
         x.sin()
-        with recorder.aside():
+        with recorder.untracked():
             x.sin()
         x.sin()
     x.cos()
     assert names(end(recorder)) == ["cos"]
 
 
-def test_one_period_at_a_time(recorder: Recorder) -> None:
+def test_one_record_at_a_time(recorder: Recorder) -> None:
     assert recorder.begin() and not recorder.begin()
     end(recorder)
     assert recorder.begin()
@@ -230,7 +230,7 @@ def test_same_structure_whatever_the_numbers_but_not_whatever_the_shapes(recorde
 
 
 def test_operator_left_out_does_not_hide_that_the_rest_is_known(recorder: Recorder) -> None:
-    def period(*, whole: bool) -> Tape:
+    def record(*, whole: bool) -> Tape:
         recorder.begin()
         x = torch.ones(3)
         x.sin()
@@ -240,8 +240,8 @@ def test_operator_left_out_does_not_hide_that_the_rest_is_known(recorder: Record
             x = x.cos()
         return end(recorder)
 
-    period(whole=True)
-    assert period(whole=False).known == 11
+    record(whole=True)
+    assert record(whole=False).known == 11
 
 
 @pytest.mark.parametrize(

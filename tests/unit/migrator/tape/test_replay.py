@@ -53,7 +53,7 @@ def _drawn_after(program: Program) -> Tensor:
     return torch.rand(3)
 
 
-def test_second_period_has_the_first_one_s_signatures(recorder: Recorder, program: Program) -> None:
+def test_second_record_has_the_first_one_s_signatures(recorder: Recorder, program: Program) -> None:
     first, _ = dropping_all(recorder, program)
     second, _ = dropping_all(recorder, program)
     assert [each.signature for each in first.made] == [each.signature for each in second.made]

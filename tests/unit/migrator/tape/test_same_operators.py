@@ -54,7 +54,7 @@ def test_results_are_the_same_bit_for_bit(recorder: Recorder, program: Program) 
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_second_period_is_the_first_again(recorder: Recorder, program: Program) -> None:
+def test_second_record_is_the_first_again(recorder: Recorder, program: Program) -> None:
     tapes = []
     for _ in range(3):
         recorder.begin()

@@ -135,7 +135,7 @@ def test_version_that_others_count_up_makes_another_state(recorder: Recorder) ->
     assert sin.inputs[0].producer == ones.number and cos.inputs[0].producer is None
 
 
-def test_write_after_the_period_is_found_out(recorder: Recorder) -> None:
+def test_write_after_the_record_is_found_out(recorder: Recorder) -> None:
     recorder.begin()
     x = torch.ones(3)
     tape = end(recorder)

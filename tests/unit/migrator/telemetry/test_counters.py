@@ -6,11 +6,11 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_what_is_settled_is_told_without_what_came_before_the_last_plan() -> None:
-    counters = Counters(periods=3)
+    counters = Counters(iterations=3)
     counters.moved["d2h"] = 100
     counters.stalled("d2h", 4.0)
     counters.planned()
-    counters.periods, counters.moved["d2h"] = 5, 110
+    counters.iterations, counters.moved["d2h"] = 5, 110
     counters.stalled("h2d", 0.5)
     assert counters.settled() == {
         "periods": 2,
@@ -20,11 +20,11 @@ def test_what_is_settled_is_told_without_what_came_before_the_last_plan() -> Non
     assert counters.stalls["d2h"].seconds == 4.0
 
 
-def test_a_wait_that_is_told_late_is_that_of_its_period() -> None:
-    """A device is through with the last periods of learning, which wait longest, after there is a plan."""
-    counters = Counters(periods=3)
+def test_a_wait_that_is_told_late_is_that_of_its_iteration() -> None:
+    """A device is through with the last iterations of learning, which wait longest, after there is a plan."""
+    counters = Counters(iterations=3)
     counters.planned()
-    counters.stalled("d2h", 4.0, period=3)
-    counters.stalled("d2h", 0.25, times=2, period=4)
+    counters.stalled("d2h", 4.0, iteration=3)
+    counters.stalled("d2h", 0.25, times=2, iteration=4)
     assert counters.settled()["stalled_s"] == {"d2h": 0.5}
     assert counters.stalls["d2h"].seconds == 4.5

@@ -84,10 +84,10 @@ def test_the_host_comes_first_and_its_tracks_are_whole() -> None:
     for device in ("cuda:1", "cuda:0"):
         timeline.copied(device, "d2h", 1, 0.0, 1.0)
         timeline.waited(device, "h2d", 0.0, 1.0)
-        timeline.period(device, 1, 0.0)
-        timeline.period(device, 2, 1.0)
+        timeline.iteration(device, 1, 0.0)
+        timeline.iteration(device, 2, 1.0)
     timeline.copied(HOST, "disk_read", 1, 0.0, 1.0)
-    timeline.happened("drift")
+    timeline.happened("learns anew")
     assert tracks(timeline) == [
         "host events",
         "host disk_read",
@@ -143,18 +143,18 @@ def test_a_step_lasts_from_the_end_of_the_one_before_it() -> None:
     ]
 
 
-def test_periods_that_nobody_saw_are_one_slice_with_the_next() -> None:
+def test_iterations_that_nobody_saw_are_one_slice_with_the_next() -> None:
     timeline = Timeline()
     for number, end in ((1, 1.0), (2, 2.0), (9, 9.0)):
-        timeline.period("cpu", number, end)
+        timeline.iteration("cpu", number, end)
     assert [event["name"] for event in told(timeline)] == ["period 2", "periods 3 to 9"]
 
 
-def test_a_period_that_ended_before_the_last_one_did_is_not_told() -> None:
+def test_an_iteration_that_ended_before_the_last_one_did_is_not_told() -> None:
     """Two threads, each with a stream of its own: one of these was ahead."""
     timeline = Timeline()
     for number, end in ((1, 1.0), (2, 3.0), (3, 2.5), (4, 4.0)):
-        timeline.period("cuda:0", number, end)
+        timeline.iteration("cuda:0", number, end)
     assert [(event["name"], event["ts"]) for event in told(timeline)] == [("period 2", 1e6), ("periods 3 to 4", 3e6)]
 
 

@@ -1,4 +1,4 @@
-"""A parcel of the direct way: the bytes of one group, in chunks."""
+"""A stored group of the direct way: the bytes of one group, in chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_tiers.migrator.streams.promised import PromisedEvent
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """A part of a parcel.
+    """A part of a stored group.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Chunk:
         Where they are on the drives.
     rescued : Tensor or None
         The bytes, where the drives did not take them.
-    stored : Future
+    written : Future
         Done when they are in either place.
     """
 
@@ -34,11 +34,11 @@ class Chunk:
     nbytes: int
     extent: NvmeExtent | None
     rescued: torch.Tensor | None = None
-    stored: Future[None] = field(default_factory=Future)
+    written: Future[None] = field(default_factory=Future)
 
 
 @dataclass(eq=False, slots=True)
-class DirectParcel:
+class DirectStoredGroup:
     """The bytes of a group that goes the direct way.
 
     Attributes
@@ -66,7 +66,7 @@ class DirectParcel:
         """What threads and drives still do with it."""
         promised = (self.filled, *(() if self.returned is None else (self.returned,)))
         futures: list[Future[Any]] = [each.asked for each in promised]
-        futures += (chunk.stored for chunk in self.chunks)
+        futures += (chunk.written for chunk in self.chunks)
         return [future for future in futures if not future.done()]
 
 

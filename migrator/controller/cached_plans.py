@@ -1,8 +1,8 @@
-"""What was learned of a program, for the next run of it to begin with. Pure.
+"""The plans, traces and corrections of one run of a program, for its next run to begin with. Pure.
 
 Two runs are of the same program if they save as many bytes at the same sites, in the same order, and as much lies in
-HBM between two periods, such as an optimizer's state. They have the same plan where links and the tiers below are
-alike. What can be recomputed is none of it: each run sees for itself whether the bits are the same.
+HBM between two iterations, such as an optimizer's state. They have the same plan if links and the tiers below are
+alike. Whether a tensor can be recomputed is not cached: each run verifies that the bits are the same.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.match import check_match
 
 FORMAT = 2
-KINDS = 8  # of periods, at most
+KINDS = 8  # of iterations, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """What was found of recorded times, of the budget and of the links; see `Feedback`.
+    """Corrections of recorded times, of the budget and of the links; see `Feedback`.
 
     Attributes
     ----------
     budget : int
-        What is added to it, in bytes.
+        Bytes added to the budget.
     pace, host_pace : float
-        What the program's times on the device, and those of the host, are multiplied by.
+        Factors for the program's times on the device and on the host.
     hooks : float
-        Seconds that hooks keep the host in a period, under any plan.
+        Seconds that the hooks take the host in an iteration, under any plan.
     issuing : float
-        Seconds of the host's for the program, as they were recorded.
+        The host's seconds for the program, as recorded.
     joins : bool
-        Whether the host waits for the device between two periods.
+        Whether the host waits for the device between two iterations.
     calls : Calls
-        What a plan costs the host.
+        Host costs of a plan's parts.
     parts : dict
-        Of what the links are taken to give, by lane: what is left of it.
+        Factors for the assumed bandwidths, by lane.
     """
 
     budget: int = 0
@@ -59,15 +59,15 @@ class Corrections:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
-    """A plan for each kind of period, the trace that it is for, as it was recorded, and what was found since.
+class CachedPlans:
+    """A plan for each kind of iteration, with its trace as recorded, and the corrections since.
 
     Attributes
     ----------
     links : Links
-        What the lanes were taken to give, before any correction.
+        The assumed bandwidths, before any correction.
     static : int
-        Bytes in use between two periods.
+        Bytes in use between two iterations.
     """
 
     traces: tuple[Trace, ...]
@@ -77,7 +77,7 @@ class Remembered:
     static: int
 
     def holds_for(self, links: Links, static: int, tolerance: int) -> bool:
-        """Whether it can be begun with where there are these links, and `static` bytes within the `tolerance`."""
+        """Return whether they apply to these links, with `static` bytes in use within the `tolerance`."""
         if abs(static - self.static) > tolerance or any(
             abs(getattr(links, lane) - getattr(self.links, lane)) > WORSE * getattr(self.links, lane) for lane in LANES
         ):
@@ -90,7 +90,7 @@ class Remembered:
         return now == then
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         data = {
             "format": FORMAT,
             "traces": [trace.to_json() for trace in self.traces],
@@ -103,7 +103,7 @@ class Remembered:
         return json.dumps(data)
 
     @classmethod
-    def from_json(cls, content: str) -> Remembered:
+    def from_json(cls, content: str) -> CachedPlans:
         """Read what `to_json` wrote.
 
         Raises
@@ -111,7 +111,7 @@ class Remembered:
         ValueError
             If it is something else, or of another version.
         """
-        data = record(parse(content), "remembered")
+        data = record(parse(content), "cached plans")
         if value_of(data, "format") != FORMAT:
             raise ValueError("it is of another version")
         traces = items(value_of(data, "traces"), "traces", lambda one, at: Trace.from_json(text(one, at)), KINDS)
@@ -126,18 +126,18 @@ class Remembered:
         return cls(traces, plans, corrections, _links(data), whole(value_of(data, "static"), "static"))
 
 
-class Memory(Protocol):
-    """Keeps what was learned from one run of a program to the next."""
+class PlanCache(Protocol):
+    """Keeps plans from one run of a program to the next."""
 
-    def recall(self, sites: Sequence[Site]) -> Remembered | None:
-        """What was kept of a program that has such a period."""
+    def find(self, sites: Sequence[Site]) -> CachedPlans | None:
+        """Return the plans of a program that has such an iteration; None if there are none."""
 
-    def keep(self, remembered: Remembered) -> None:
-        """Keep it, for programs that have any of its periods."""
+    def store(self, plans: CachedPlans) -> None:
+        """Keep plans for programs that have any of their iterations."""
 
 
 def fingerprint(sites: Sequence[Site], *context: object) -> str:
-    """Tells a program by the sites of one of its periods, on a machine and with a budget that `context` tells."""
+    """Return a hash of the sites of an iteration, and of the machine and budget that `context` names."""
     told = xxhash.xxh3_128()
     for one in context:
         told.update(f"{one!r}\n".encode())

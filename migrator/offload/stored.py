@@ -1,4 +1,4 @@
-"""A parcel: the bytes of one group below HBM."""
+"""A stored group: the bytes of one group below HBM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_tiers.migrator.streams import Event
 
 
 @dataclass(eq=False, slots=True)
-class Parcel:
+class StoredGroup:
     """The bytes of one group below HBM.
 
     Attributes

@@ -6,12 +6,12 @@ import pickle
 from dataclasses import replace
 
 from tests.unit.learners import MODEL, peak_of
-from torch_tiers.migrator.controller.made import GAIN, Made, make_all
+from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, plan_all
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import at_pace
 from torch_tiers.migrator.model.trace import Trace
-from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.planner.low_traffic import is_low_traffic
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.simulator import simulate
 
@@ -25,9 +25,11 @@ def always(plan: Plan) -> Policy:
     return lambda trace, budget, links: plan
 
 
-def made(plan: Plan, present: Plan, *, budget: int = BUDGET, before: int = BUDGET, links: Links = PCIE_GEN5) -> Made:
-    (given,) = make_all(always(present), (MODEL,), (before,), 0, PCIE_GEN5)
-    (found,) = make_all(always(plan), (MODEL,), (budget,), 0, links, present=(given,))
+def made(
+    plan: Plan, present: Plan, *, budget: int = BUDGET, before: int = BUDGET, links: Links = PCIE_GEN5
+) -> PlannedIteration:
+    (given,) = plan_all(always(present), (MODEL,), (before,), 0, PCIE_GEN5)
+    (found,) = plan_all(always(plan), (MODEL,), (budget,), 0, links, present=(given,))
     return found
 
 
@@ -44,8 +46,8 @@ def test_a_plan_that_gains_takes_the_place_of_the_present_one_and_no_other() -> 
 
 def test_what_stays_is_held_against_what_it_comes_to_by_what_is_known_now() -> None:
     slower = at_pace(MODEL, 1.3)
-    (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
-    (found,) = make_all(always(SLOW), (slower,), (BUDGET,), 0, PCIE_GEN5, present=(present,))
+    (present,) = plan_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    (found,) = plan_all(always(SLOW), (slower,), (BUDGET,), 0, PCIE_GEN5, present=(present,))
     assert found.plan is FAST
     assert found.predicted is not None
     assert found.predicted.seconds == seconds(slower, FAST)
@@ -78,15 +80,15 @@ def test_unless_what_there_is_moves_little_enough() -> None:
     """6.6 GB/s was given up for 3.6 GB/s, and training was 1% slower."""
     contended, ample = replace(PCIE_GEN5, usual=PCIE_GEN5), 2 * ROOM
     fewer = replace(FAST, groups=FAST.groups[1:])
-    assert is_quiet(FAST, contended, 1e3)
+    assert is_low_traffic(FAST, contended, 1e3)
     slow = at_pace(MODEL, 1e4)
-    (present,) = make_all(always(FAST), (slow,), (ample,), 0, contended)
-    (found,) = make_all(always(fewer), (slow,), (ample,), 0, contended, present=(present,))
+    (present,) = plan_all(always(FAST), (slow,), (ample,), 0, contended)
+    (found,) = plan_all(always(fewer), (slow,), (ample,), 0, contended, present=(present,))
     assert found.stays
 
 
 def test_a_plan_that_is_no_other_is_the_very_plan_there_was() -> None:
-    (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    (present,) = plan_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
     copied = pickle.loads(pickle.dumps(FAST))
     assert copied != FAST and copied.is_the_same_as(FAST)
     assert replace(present, plan=copied).after(present).plan is FAST
@@ -96,7 +98,7 @@ def test_a_plan_that_is_no_other_is_the_very_plan_there_was() -> None:
 
 def test_from_another_process_the_plan_that_stays_comes_back_as_the_very_plan_there_was() -> None:
     """Who carries plans out knows groups by identity."""
-    (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    (present,) = plan_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
     copied = pickle.loads(pickle.dumps(made(SLOW, present=FAST)))
     assert copied.plan is not FAST and copied.stays
     assert copied.after(present).plan is present.plan
@@ -105,5 +107,5 @@ def test_from_another_process_the_plan_that_stays_comes_back_as_the_very_plan_th
 def test_nor_where_it_does_not_fit() -> None:
     keep = POLICIES["keep"](MODEL, ROOM, PCIE_GEN5)
     assert made(FAST, present=keep).plan is FAST
-    little = replace(PCIE_GEN5, below=FAST.parcel_bytes - 1)
+    little = replace(PCIE_GEN5, below=FAST.stored_bytes - 1)
     assert made(SLOW, present=FAST, links=little).plan is SLOW

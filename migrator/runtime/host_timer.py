@@ -1,4 +1,7 @@
-"""What a period takes the host, and how much of that is ours: a clock is read around all that PyTorch calls of us."""
+"""Times the host in an iteration: all of it, and the part that torch-tiers itself takes.
+
+A clock is read around each of our functions that PyTorch calls.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_tiers.migrator.model.timing import HookTime, HostLap
+from torch_tiers.migrator.model.timing import HookTime, HostTime
 
 Answer = TypeVar("Answer")
 
 
-class HostTime:
-    """The host's time in this process, from a period's first forward to its end.
+class HostTimer:
+    """The host's time in this process, from an iteration's first forward to its end.
 
-    What is between two periods is not counted: there a program waits for its data, and for the device.
+    Time between two iterations is not counted: there a program waits for its data, and for the device.
 
     Attributes
     ----------
     ours : float
-        Seconds that were ours so far, of the period that has begun.
+        Seconds of our own work so far, of the iteration that has begun.
     """
 
     def __init__(self) -> None:
@@ -29,31 +32,31 @@ class HostTime:
         self._idle = False
 
     def timed(self, call: Callable[..., Answer], *args: Any) -> Answer:
-        """Call something of ours, and count for how long; what it does before a period begins in it is of no period."""
+        """Call a function of ours and count its time, from the begin of the iteration on if that begins within it."""
         began = time.perf_counter()
         try:
             return call(*args)
         finally:
             self.ours += time.perf_counter() - max(began, self._began or began)
 
-    def period_begins(self, hooks: HookTime, blocked: float, *, idle: bool) -> None:
-        """A period's first forward begins; later ones are told of as well.
+    def iteration_begins(self, hooks: HookTime, blocked: float, *, idle: bool) -> None:
+        """Take note that an iteration's first forward begins; calls for later forwards do nothing.
 
         Parameters
         ----------
         hooks : HookTime
-            What hooks for saved tensors have taken so far.
+            The hooks' time so far.
         blocked : float
-            Seconds for which the host waited in them so far, such as for a drive.
+            Seconds that the host waited in them so far, such as for a drive.
         idle : bool
-            Whether the device has nothing to do.
+            Whether the device is idle.
         """
         if self._began is None:
             self.ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
-    def period_over(self, hooks: HookTime, blocked: float) -> HostLap | None:
-        """A period is over; what it took without those waits, or None if it did not begin."""
+    def iteration_over(self, hooks: HookTime, blocked: float) -> HostTime | None:
+        """Return the time of the iteration without those waits; None if it did not begin."""
         began, self._began = self._began, None
         if began is None:
             return None
@@ -62,4 +65,4 @@ class HostTime:
         # It is groups that are waited for, some by the tensor that asks for its own.
         rest = max(0.0, waited - taken.groups)
         taken = taken._replace(groups=max(0.0, taken.groups - waited), moves=max(0.0, taken.moves - rest))
-        return HostLap(time.perf_counter() - began - waited, self.ours + sum(taken), idle=self._idle, hooks=taken)
+        return HostTime(time.perf_counter() - began - waited, self.ours + sum(taken), idle=self._idle, hooks=taken)

@@ -161,7 +161,7 @@ def nothing_of_a_dropped_graph_stays_in_a_tier(device: torch.device) -> None:
         train(model, device, steps=1)
         peak = session.stats()["peak"]["dram"]
         print(f"  peak dram {peak}")
-        assert peak <= 24 << 20  # four periods' worth: every forward saves 4 MiB, in blocks of 2
+        assert peak <= 24 << 20  # four iterations' worth: every forward saves 4 MiB, in blocks of 2
 
 
 class _Operations(TorchDispatchMode):
@@ -237,7 +237,7 @@ def keep_leaves_what_is_saved_to_pytorch_once_it_has_recorded(device: torch.devi
 
 
 def a_program_of_which_nothing_is_large_enough_to_move_is_not_recorded_for_ever(device: torch.device) -> None:
-    """No tensor that moves tells that backward begins: the first period never ended, and its record grew."""
+    """No tensor that moves tells that backward begins: the first iteration never ended, and its record grew."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with moving(policy="auto") as session:
@@ -251,4 +251,4 @@ def a_program_of_which_nothing_is_large_enough_to_move_is_not_recorded_for_ever(
 
 
 if __name__ == "__main__":
-    main("periods")
+    main("iterations")

@@ -114,7 +114,7 @@ def a_module_that_comes_to_save_more_is_noticed(device: torch.device) -> None:
     with _recomputing() as session, mock.patch.object(saver, "LISTENS", 5):
         train(model, device, steps=STEPS)
         growing: Any = model[1][1]  # type: ignore[index]
-        assert not growing.called[-1], "it was to be quiet"
+        assert not growing.called[-1], "it was to be bypassed"
         thread_s = session.runtime.saver()
         assert thread_s is not None
         (mover,) = thread_s.armed_movers
@@ -165,14 +165,14 @@ def an_exception_within_leaves_the_hooks_as_they_were(device: torch.device) -> N
     failing: Any = model[1][1]  # type: ignore[index]
     with _recomputing() as session:
         train(model, device, steps=STEPS)
-        assert not failing.called[-1], "it was to be quiet"
+        assert not failing.called[-1], "it was to be bypassed"
         failing.fails = True
         with pytest.raises(RuntimeError, match="on purpose"):
             model(batch(device, 0))
         failing.fails = False
         ours = session.runtime.saver()
         assert ours is not None
-        assert ours.on_top() and not ours.hushed
+        assert ours.on_top() and not ours.bypassed
         train(model, device, steps=2)
         assert [layer.called[-1] for layer in _layers(model)][-1]
 
@@ -194,7 +194,7 @@ def the_session_ends_within_one(device: torch.device) -> None:
     model = nn.Sequential(_Part(), nn.Sequential(_Layer(), Ending()), _Part()).to(device)
     train(model, device, steps=STEPS)
     ending: Any = model[1][1]  # type: ignore[index]
-    assert not ending.called[-1], "it was to be quiet"
+    assert not ending.called[-1], "it was to be bypassed"
     ending.ends = True
     loss = model(batch(device, 0)).square().mean()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -203,7 +203,7 @@ def the_session_ends_within_one(device: torch.device) -> None:
 
 
 def backward_is_known_to_begin_where_all_stays(device: torch.device) -> None:
-    """Where nothing that is heard was saved, no period ever ended, and nothing was ever noticed again."""
+    """Where nothing that is heard was saved, no iteration ever ended, and nothing was ever noticed again."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -222,7 +222,7 @@ def backward_is_known_to_begin_where_all_stays(device: torch.device) -> None:
         assert any(model.first.called[8:]), model.first.called
 
 
-def a_period_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch.device) -> None:
+def an_iteration_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch.device) -> None:
     """Another loss than the one that was recorded, in which backward asks for nothing that is heard."""
 
     class TwoLosses(nn.Module):
@@ -243,7 +243,7 @@ def a_period_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch.dev
         assert session.stats()["periods"] >= before + 5, "there were steps"
 
 
-def every_forward_of_several_before_a_step_is_a_period_of_its_own(device: torch.device) -> None:
+def every_forward_of_several_before_a_step_is_an_iteration_of_its_own(device: torch.device) -> None:
     """That which ended with the first tensor that was heard lacked what had been saved before."""
     model = nn.Sequential(_Layer(), _Layer(), _Part()).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -257,9 +257,9 @@ def every_forward_of_several_before_a_step_is_a_period_of_its_own(device: torch.
         assert ours is not None
         (first, *_), trace = _layers(model), ours.armed_movers[0].learner.traces[-1]
         assert trace.sites[0].key == "Sequential.0:0"
-        # The first tensor after a backward is heard, whatever period it is of: it ends the one before.
+        # The first tensor after a backward is heard, whatever iteration it is of: it ends the one before.
         assert first.called[-3:] == [True] * 3, first.called
-        assert model[1].called[-8:].count(True) <= 2, "it was to be quiet"  # type: ignore[union-attr]
+        assert model[1].called[-8:].count(True) <= 2, "it was to be bypassed"  # type: ignore[union-attr]
 
 
 def what_another_is_made_from_was_not_changed_though_nobody_heard_of_it(device: torch.device) -> None:
@@ -303,7 +303,7 @@ def what_another_is_made_from_was_not_changed_though_nobody_heard_of_it(device: 
         assert_same(program, device, moves=False, recompute=True, share=0)
 
 
-def what_one_kind_of_periods_needs_is_heard_in_all(device: torch.device) -> None:
+def what_one_kind_of_iterations_needs_is_heard_in_all(device: torch.device) -> None:
     """Of two plans the one in which a tensor stays and nothing is made from it said that nobody is to be told of it."""
 
     class TwoKinds(nn.Module):
@@ -326,10 +326,10 @@ def what_one_kind_of_periods_needs_is_heard_in_all(device: torch.device) -> None
         ours = session.runtime.saver()
         assert ours is not None
         (mover,) = ours.armed_movers
-        quiet = {key for key, action in mover.actions() if isinstance(action, Stay) and action.quiet}
+        bypassed = {key for key, action in mover.actions() if isinstance(action, Stay) and action.bypass}
         assert len(mover.learner.plans) == 2
-        assert "TwoKinds.first:0" in quiet
-        assert "TwoKinds.act:0" not in quiet, "from which the first kind makes what it has dropped"
+        assert "TwoKinds.first:0" in bypassed
+        assert "TwoKinds.act:0" not in bypassed, "from which the first kind makes what it has dropped"
 
 
 def torch_func_within_one(device: torch.device) -> None:
@@ -350,4 +350,4 @@ def torch_func_within_one(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main("quiet")
+    main("bypassed")

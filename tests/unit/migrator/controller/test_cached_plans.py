@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.learners import MODEL, peak_of
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.controller.cached_plans import CachedPlans, fingerprint
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.remembered import Remembered, fingerprint
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.policies import POLICIES
 
@@ -22,71 +22,79 @@ STATIC = min(MODEL.others)
 
 
 class Kept:
-    """A memory between two runs, through JSON as on a disk."""
+    """A cache between two runs, through JSON as on a disk."""
 
     def __init__(self) -> None:
         self.files: dict[str, str] = {}
 
-    def recall(self, sites: Sequence[Site]) -> Remembered | None:
+    def find(self, sites: Sequence[Site]) -> CachedPlans | None:
         content = self.files.get(fingerprint(sites))
-        return None if content is None else Remembered.from_json(content)
+        return None if content is None else CachedPlans.from_json(content)
 
-    def keep(self, remembered: Remembered) -> None:
-        self.files |= {fingerprint(trace.sites): remembered.to_json() for trace in remembered.traces}
+    def store(self, plans: CachedPlans) -> None:
+        self.files |= {fingerprint(trace.sites): plans.to_json() for trace in plans.traces}
 
 
-def learner(memory: Kept, links: Links = PCIE_GEN5) -> Learner:
-    return Learner(POLICIES["auto"], TARGET, links, memory=memory)
+def learner(cache: Kept, links: Links = PCIE_GEN5) -> Learner:
+    return Learner(POLICIES["auto"], TARGET, links, plan_cache=cache)
 
 
 def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = STATIC, beyond: int = 0) -> bool:
-    """A period as it was predicted."""
+    """An iteration as it was predicted."""
     (predicted,) = of.predictions or (None,)
-    lap = None if predicted is None else Lap(predicted.seconds, predicted.stalls)
+    iteration_time = None if predicted is None else IterationTime(predicted.seconds, predicted.stalls)
     peak = 0 if predicted is None else predicted.peak["hbm"] + beyond
-    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=False, lap=lap, static=lambda: static)
+    return of.iteration_over(
+        trace,
+        peak,
+        whole=whole,
+        pressed=False,
+        mispredicted=False,
+        iteration_time=iteration_time,
+        static=lambda: static,
+    )
 
 
-def run(memory: Kept, trace: Trace = MODEL, periods: int = 20) -> Learner:
-    """A run that records what it is asked to; what its optimizer makes is there from the second period on."""
-    of = learner(memory)
-    for period in range(periods):
-        over(of, trace if of.records_next else None, whole=period > 0)
+def run(cache: Kept, trace: Trace = MODEL, iterations: int = 20) -> Learner:
+    """A run that records what it is asked to; what its optimizer makes is there from the second iteration on."""
+    of = learner(cache)
+    for iteration in range(iterations):
+        over(of, trace if of.records_next else None, whole=iteration > 0)
     return of
 
 
-def test_a_program_begins_its_second_period_with_the_plans_of_its_last_run() -> None:
-    memory = Kept()
-    first = run(memory)
-    assert memory.files
-    again = learner(memory)
+def test_a_program_begins_its_second_iteration_with_the_plans_of_its_last_run() -> None:
+    cache = Kept()
+    first = run(cache)
+    assert cache.files
+    again = learner(cache)
     assert over(again, MODEL, whole=False)
     assert [plan.to_json() for plan in again.plans] == [plan.to_json() for plan in first.plans]
     (now,), (before,) = again.predictions, first.predictions
     assert now is not None and before is not None and now.seconds == pytest.approx(before.seconds)
 
 
-def test_those_plans_hold_as_long_as_nothing_departs_from_them() -> None:
-    memory = Kept()
-    run(memory)
-    again = learner(memory)
-    changed = [over(again, MODEL if again.records_next else None, whole=period > 0) for period in range(30)]
+def test_those_plans_hold_as_long_as_they_mispredict_nothing() -> None:
+    cache = Kept()
+    run(cache)
+    again = learner(cache)
+    changed = [over(again, MODEL if again.records_next else None, whole=iteration > 0) for iteration in range(30)]
     assert changed == [True] + [False] * 29
     assert again.settled and not again.records_next
 
 
 def test_a_program_with_other_shapes_is_another() -> None:
-    memory = Kept()
-    run(memory)
+    cache = Kept()
+    run(cache)
     larger = replace(MODEL, sites=tuple(replace(site, nbytes=2 * site.nbytes) for site in MODEL.sites), recipes={})
-    assert not over(learner(memory), larger, whole=False)
+    assert not over(learner(cache), larger, whole=False)
     assert fingerprint(MODEL.sites) != fingerprint(MODEL.sites, "another GPU")
 
 
 def test_a_run_that_saves_otherwise_after_all_learns_anew() -> None:
-    memory = Kept()
-    run(memory)
-    again = learner(memory)
+    cache = Kept()
+    run(cache)
+    again = learner(cache)
     assert over(again, MODEL, whole=False)
     more = replace(MODEL, sites=(*MODEL.sites, Site("new:0", 1 << 20, MiB, MODEL.sites[-1].birth, ())), recipes={})
     assert over(again, more)
@@ -95,36 +103,36 @@ def test_a_run_that_saves_otherwise_after_all_learns_anew() -> None:
 
 def test_a_program_with_another_optimizer_learns_anew() -> None:
     """Its state may be of another size, so that the plan does not fit."""
-    memory = Kept()
-    run(memory)
-    assert not over(learner(memory), MODEL, whole=False, static=STATIC + TARGET // 10)
+    cache = Kept()
+    run(cache)
+    assert not over(learner(cache), MODEL, whole=False, static=STATIC + TARGET // 10)
 
 
 def test_a_program_that_takes_more_memory_than_it_did_learns_anew() -> None:
-    memory = Kept()
-    run(memory)
+    cache = Kept()
+    run(cache)
     for beyond in (0, TARGET // 2):
-        again = Learner(POLICIES["auto"], TARGET, recordings=2, memory=memory)
+        again = Learner(POLICIES["auto"], TARGET, recordings=2, plan_cache=cache)
         assert over(again, MODEL, whole=False)
         over(again, MODEL, beyond=beyond)
         assert again.records_next == bool(beyond)
 
 
 def test_what_cannot_be_recomputed_any_more_is_learned_anew() -> None:
-    memory = Kept()
-    first = run(memory)
+    cache = Kept()
+    first = run(cache)
     (plan,) = first.plans
     assert plan.recompute
-    again, bare = learner(memory), replace(MODEL, recipes={})
+    again, bare = learner(cache), replace(MODEL, recipes={})
     assert over(again, bare, whole=False)
     over(again, bare)
     assert not any(plan.recompute for plan in again.plans)
 
 
 def test_what_is_seen_to_be_recomputed_later_is_carried_out_from_then_on() -> None:
-    memory = Kept()
-    run(memory)
-    again = learner(memory)
+    cache = Kept()
+    run(cache)
+    again = learner(cache)
     assert over(again, replace(MODEL, recipes={}), whole=False)
     assert over(again, MODEL), "those who carry it out are to look again"
 
@@ -138,51 +146,51 @@ def test_what_is_seen_to_be_recomputed_later_is_carried_out_from_then_on() -> No
     ],
 )
 def test_plans_for_other_links_or_tiers_are_no_use(links: Links) -> None:
-    memory = Kept()
-    run(memory)
-    other = learner(memory, links)
+    cache = Kept()
+    run(cache)
+    other = learner(cache, links)
     assert not over(other, MODEL, whole=False) and not other.plans
-    found = memory.recall(MODEL.sites)
+    found = cache.find(MODEL.sites)
     assert found is not None
     assert found.holds_for(PCIE_GEN5, STATIC, 0) and not found.holds_for(links, STATIC, 0)
 
 
 def test_a_plan_is_kept_with_what_it_was_made_for_alone() -> None:
     """One that could not be made for what was recorded since is no plan of that."""
-    memory, fails = Kept(), [False]
+    cache, fails = Kept(), [False]
 
     def policy(trace: Trace, budget: int, links: Links) -> Plan:
         if fails[0]:
             raise NoPlanFits(budget, 2 * budget, "all")
         return POLICIES["auto"](trace, budget, links)
 
-    of = Learner(policy, TARGET, memory=memory)
+    of = Learner(policy, TARGET, plan_cache=cache)
     over(of, MODEL)
     fails[0] = True
     for _ in range(5):
-        of.period_over(None, TARGET, whole=True, pressed=False, drifted=True, static=lambda: STATIC)
+        of.iteration_over(None, TARGET, whole=True, pressed=False, mispredicted=True, static=lambda: STATIC)
     larger = replace(MODEL, sites=tuple(replace(site, nbytes=site.nbytes + 512) for site in MODEL.sites), recipes={})
     while of.records_next:
         over(of, larger)
     for _ in range(40):
         over(of, None)
-    assert memory.recall(larger.sites) is None
+    assert cache.find(larger.sites) is None
 
 
 def test_what_was_not_borne_out_is_not_kept() -> None:
-    memory = Kept()
-    run(memory, periods=4)
-    assert not memory.files
+    cache = Kept()
+    run(cache, iterations=4)
+    assert not cache.files
 
 
 def test_what_was_found_beside_others_is_not_kept() -> None:
-    memory = Kept()
-    of = learner(memory)
+    cache = Kept()
+    of = learner(cache)
     over(of, MODEL)
     of.relink(PCIE_GEN5.reduced({"bus": 0.5}))
     for _ in range(20):
         over(of, None)
-    assert not memory.files
+    assert not cache.files
 
 
 @pytest.mark.parametrize(
@@ -190,18 +198,18 @@ def test_what_was_found_beside_others_is_not_kept() -> None:
     [lambda text: text[: len(text) // 2], lambda text: text.replace('"format"', '"other"', 1), lambda _: "[]"],
 )
 def test_what_is_damaged_is_refused(damage: object) -> None:
-    memory = Kept()
-    run(memory)
-    (content,) = memory.files.values()
+    cache = Kept()
+    run(cache)
+    (content,) = cache.files.values()
     with pytest.raises(ValueError):
-        Remembered.from_json(damage(content))  # type: ignore[operator]
+        CachedPlans.from_json(damage(content))  # type: ignore[operator]
 
 
 def test_a_plan_for_drives_is_not_begun_with_where_there_are_none() -> None:
-    memory = Kept()
-    run(memory)
-    (content,) = memory.files.values()
-    found = Remembered.from_json(content)
+    cache = Kept()
+    run(cache)
+    (content,) = cache.files.values()
+    found = CachedPlans.from_json(content)
     assert any(plan.groups for plan in found.plans) and found.holds_for(PCIE_GEN5, STATIC, 0)
     to_drives = [
         replace(plan, groups=tuple(replace(group, tier="nvme") for group in plan.groups)) for plan in found.plans

@@ -1,0 +1,146 @@
+"""Plans with their predictions: makes them by a policy, in this process or beside it, and compares them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.simulator import Simulated, simulate
+
+GAIN = 0.002  # of the step: what other plans have to promise, as to begin with one costs steps of seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedIteration:
+    """A plan and its prediction.
+
+    Attributes
+    ----------
+    predicted : Simulated or None
+        The prediction; None if the trace does not suffice for one.
+    refused : NoPlanFits or None
+        Why the plan exceeds the budget, if it does.
+    least : bool
+        Whether no plan holds less.
+    asked : int
+        The budget that the policy was given, in bytes.
+    stays : bool
+        Whether it is the present plan. A plan from another process is a copy, with groups of its own.
+    """
+
+    plan: Plan
+    predicted: Simulated | None
+    refused: NoPlanFits | None = None
+    least: bool = False
+    asked: int = 0
+    stays: bool = False
+
+    def after(self, before: PlannedIteration, *, afresh: bool = False) -> PlannedIteration:
+        """Return the same, with the present plan itself if that stays or the new one equals it.
+
+        `least` is set if a policy that never refuses was asked for less than `before`, in vain; or for no more than a
+        plan that was `least`, unless the trace is new (`afresh`).
+        """
+        in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
+        as_before = before.least and not afresh and self.asked <= before.asked and self.peak() >= before.peak()
+        unchanged = self.stays or self.plan.is_the_same_as(before.plan)
+        plan = before.plan if unchanged else self.plan
+        return replace(self, plan=plan, least=self.least or in_vain or as_before)
+
+    def peak(self) -> int:
+        """Return the most bytes in HBM; 0 if that was not predicted."""
+        return 0 if self.predicted is None else self.predicted.peak["hbm"]
+
+    def __str__(self) -> str:
+        plan, predicted = self.plan, self.predicted
+        does = (
+            f"{format_size(plan.kept_bytes)} stay, {format_size(plan.moved_bytes)} move in {len(plan.groups)} groups, "
+            f"{len(plan.recompute)} tensors are recomputed"
+        )
+        if predicted is None:
+            return does
+        step = f"{predicted.seconds * 1e3:.1f} ms, {predicted.fraction:.3f} of ideal, in " if predicted.ideal else ""
+        return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
+
+
+def plan_all(
+    policy: Policy,
+    traces: tuple[Trace, ...],
+    budgets: tuple[int, ...],
+    correction: int,
+    links: Links,
+    *,
+    must_fit: bool = True,
+    present: tuple[PlannedIteration, ...] = (),
+) -> tuple[PlannedIteration, ...]:
+    """Make a plan for each trace, for its corrected budget; raise NoPlanFits if there is none and it `must_fit`.
+
+    Parameters
+    ----------
+    present
+        The present plans for these traces, each of which stays unless the new one is better; none: all are new.
+    """
+    pairs = zip(traces, budgets, strict=True)
+    planned = [_plan_one(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
+    if present:
+        planned = [_better(*each, links) for each in zip(planned, present, traces, strict=True)]
+    return tuple(planned)
+
+
+def predict_all(
+    planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], links: Links
+) -> tuple[PlannedIteration, ...]:
+    """Return the plans with predictions under `links`, for those whose traces suffice."""
+    return tuple(
+        each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
+        for each, trace in zip(planned, traces, strict=True)
+    )
+
+
+def after(
+    planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...], *, afresh: bool = False
+) -> tuple[PlannedIteration, ...]:
+    """Return the plans that follow `before`, for the same kinds of iterations; see `PlannedIteration.after`."""
+    if len(planned) != len(before):
+        return planned
+    return tuple(new.after(old, afresh=afresh) for new, old in zip(planned, before, strict=True))
+
+
+def are_the_same(planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...]) -> bool:
+    """Return whether these are the very plans there were before."""
+    return [each.plan for each in planned] == [each.plan for each in before]
+
+
+def _better(planned: PlannedIteration, present: PlannedIteration, trace: Trace, links: Links) -> PlannedIteration:
+    """Return the new plan; or the present one, if it is as good by now and was made for no more room."""
+    if planned.predicted is None or planned.asked < present.asked:
+        return planned
+    predicted = simulate(trace, links, present.plan)
+    fits = predicted.peak["hbm"] <= max(planned.asked, planned.peak()) and present.plan.stored_bytes <= links.below
+    moves_more = crossing(present.plan, links) > crossing(planned.plan, links)
+    if links.contended and moves_more and not is_low_traffic(present.plan, links, predicted.seconds):
+        return planned  # of plans that are about as fast, one that moves less
+    if not fits or predicted.seconds > planned.predicted.seconds * (1 + GAIN):
+        return planned
+    return replace(planned, plan=present.plan, predicted=predicted, stays=True)
+
+
+def _plan_one(
+    policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool
+) -> PlannedIteration:
+    refused, least, asked = None, False, max(0, budget + correction)
+    try:
+        plan = policy(trace, asked, links)
+    except NoPlanFits as error:
+        least = True
+        if error.smallest > budget:
+            refused = NoPlanFits(budget, error.smallest, error.holds)
+            if must_fit:
+                raise refused from None
+        plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
+    return PlannedIteration(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)
