@@ -27,16 +27,15 @@ class How:
         Until when the lane out may be busy, as a multiple of the time of the last save.
     spare_droppable : bool
         Move no storage that can be recomputed by a recipe.
-    share : int
-        One round takes away one in so many of the bytes that are over, before levers are rated anew.
     """
 
     lane: float = 1.0
     spare_droppable: bool = False
-    share: int = 4
 
 
 PLAIN = How()
+
+ROUNDS = 4  # one takes away one in so many of the bytes that are over, before levers are rated anew
 
 
 class Search(Levers):
@@ -71,7 +70,7 @@ class Search(Levers):
                     _rate(self.drop_costs(state), self._relief(weight, self.birth, self.again), kept),
                 )
             )
-            if not self._pull(state, rates, int(over[worst]) // how.share, deadline):
+            if not self._pull(state, rates, int(over[worst]) // ROUNDS, deadline):
                 return False
 
     def _relief(self, weight: Floats, first: Ints, end: Ints) -> Floats:

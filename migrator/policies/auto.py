@@ -1,4 +1,4 @@
-"""Our own: searches by simulation, improved, compared with what others plan, and verified to fit.
+"""Our own: searches by simulation, improves what was found, and verifies that it fits.
 
 An iteration whose times are known is searched for the cheapest mix of moves and recomputation, once for each of several
 shares of the forward that the lane out may be busy for; `migrator.planner.search` says how. What the simulator finds
@@ -25,7 +25,7 @@ from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
 from torch_tiers.migrator.planner.schedule import fit
 from torch_tiers.migrator.planner.search import PLAIN, How, Search
 from torch_tiers.migrator.planner.spread import spread
-from torch_tiers.migrator.policies import capuchin, flashneuron, superneurons
+from torch_tiers.migrator.policies import flashneuron
 from torch_tiers.migrator.simulator import Simulated, simulate
 
 RECOMPUTES = True
@@ -36,16 +36,10 @@ LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
 FEWER = (0.65, 0.55, 0.45, 0.4, 0.3, 0.2, 0.1)
 """The same, besides, where others need the memory bus: between these the fewest moves are looked for."""
 
-SHARES = (2, 16)
-"""Other ways to search: how much at a time."""
-
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
 GLANCE = 8  # of these, beside others who need the memory bus, for what would be the fastest without them
 TRIMS = 100  # levers that are looked at again, the dearest first
-RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
-"""Whose plans are candidates as they are: quick ones, of different kinds."""
-
 POLITE = 0.019
 """Of the fastest plan's step: what it may take to move less where others need the memory bus.
 
@@ -73,7 +67,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         return planner.best.plan
     planner.search()
     planner.improve()
-    planner.compare()
+    planner.try_extremes()
     if not planner.fits:
         planner.squeeze()
     return planner.chosen().plan
@@ -119,20 +113,13 @@ class _Planner:
 
     def improve(self) -> None:
         """Go about what was best in other ways."""
-        for share in SHARES:
-            if self.left > 0:
-                self._solve(replace(self.best.how, share=share), self.levers.start(), 0)
         for lane in LANES:
             for change in (self.levers.exchange, self.levers.reassign):
                 if self.left > 0 and self.best.state is not None:
                     self._change(self.best, replace(self.best.how, lane=lane), change)
 
-    def compare(self) -> None:
-        """See whether others' plans are faster; and where nothing that was searched fits, what holds least."""
-        for policy in RIVALS:
-            for links in dict.fromkeys((self.links, self.links.staged)):
-                made = replace(policy(self.trace, self.budget, links), policy="auto")
-                self._consider(_Tried(made, simulate(self.trace, self.links, made)))
+    def try_extremes(self) -> None:
+        """Where nothing that was searched fits, try what holds least."""
         if self.best.state is None or not self.fits:
             for choice in extremes(self.trace):
                 self._consider(self._try(choice))
