@@ -8,32 +8,11 @@ forward, and not to be had beyond. Pure functions on plain data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_tiers.migrator.planner.intervals import Bytes, Floats
 from torch_tiers.migrator.planner.levers import DROP, KEEP, MOVE, Ints, Levers, State
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """How a greedy search goes about it.
-
-    Attributes
-    ----------
-    lane : float
-        Until when the lane out may be busy, as a multiple of the time of the last save.
-    spare_droppable : bool
-        Move no storage that can be recomputed by a recipe.
-    """
-
-    lane: float = 1.0
-    spare_droppable: bool = False
-
-
-PLAIN = How()
 
 ROUNDS = 4  # one takes away one in so many of the bytes that are over, before levers are rated anew
 
@@ -41,7 +20,7 @@ ROUNDS = 4  # one takes away one in so many of the bytes that are over, before l
 class Search(Levers):
     """The greedy search over the levers of one trace."""
 
-    def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN) -> bool:
+    def solve(self, state: State, extra: Bytes | int = 0, lane: float = 1.0) -> bool:
         """Pull levers until the iteration fits; whether it does.
 
         Parameters
@@ -50,11 +29,10 @@ class Search(Levers):
             Where to begin; it is changed.
         extra : array of int
             Bytes that HBM holds besides, by stretch.
-        how : How
-            How to go about it.
+        lane : float
+            Until when the lane out may be busy, as a multiple of the time of the last save.
         """
-        deadline = how.lane * float(self.times[self.turn])
-        movable = self.before_turn & ~np.isfinite(self.drop_cost) if how.spare_droppable else self.before_turn
+        deadline = lane * float(self.times[self.turn])
         while True:
             over = (self.used(state) + extra - self.room).clip(min=0)
             worst = int(over.argmax()) if len(over) else 0
@@ -66,7 +44,7 @@ class Search(Levers):
             fits &= self.nbytes <= self.left_below(state)
             rates = np.concatenate(
                 (
-                    _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & movable),
+                    _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & self.before_turn),
                     _rate(self.drop_costs(state), self._relief(weight, self.birth, self.again), kept),
                 )
             )
@@ -115,7 +93,7 @@ class Search(Levers):
                 pulled = True
         return pulled
 
-    def reassign(self, state: State, extra: Bytes | int, how: How) -> bool:
+    def reassign(self, state: State, extra: Bytes | int, lane: float) -> bool:
         """Have the lane out carry what is dearest to recompute, not what was chosen first; whether it changed.
 
         As long as the lane has time a move is cheap for anything; in the end its time is what is scarce.
@@ -125,16 +103,16 @@ class Search(Levers):
             state.action[number] = KEEP
             if not self.drop(state, number):
                 state.action[number] = MOVE
-        self.exchange(state, extra, how)
+        self.exchange(state, extra, lane)
         return bool((state.action != before).any())
 
-    def exchange(self, state: State, extra: Bytes | int, how: How) -> bool:
+    def exchange(self, state: State, extra: Bytes | int, lane: float) -> bool:
         """Move what is dear to recompute instead, as long as the lane out has time for it; whether anything changed.
 
         The search weighs levers one by one, and a move that frees HBM only once it is over seems to relieve less.
         Storages are exchanged many at a time, and may fit together where none of them does alone.
         """
-        deadline, changed = how.lane * float(self.times[self.turn]), False
+        deadline, changed = lane * float(self.times[self.turn]), False
         gain = np.where((state.action == DROP) & self.before_turn, self.drop_shares(state) - self.move_cost, 0.0)
         order = np.argsort(-gain / np.maximum(self.lane_seconds, 1e-9), kind="stable")
         rest = order[gain[order] > 0]

@@ -23,7 +23,7 @@ from torch_tiers.migrator.planner.intervals import Bytes, where_fullest
 from torch_tiers.migrator.planner.levers import Choice, State, extremes
 from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
 from torch_tiers.migrator.planner.schedule import fit
-from torch_tiers.migrator.planner.search import PLAIN, How, Search
+from torch_tiers.migrator.planner.search import Search
 from torch_tiers.migrator.planner.spread import spread
 from torch_tiers.migrator.policies import flashneuron
 from torch_tiers.migrator.simulator import Simulated, simulate
@@ -81,7 +81,6 @@ class _Tried:
     result: Simulated
     state: State | None = None
     held: Bytes | int = 0
-    how: How = PLAIN
 
 
 class _Planner:
@@ -107,16 +106,15 @@ class _Planner:
         """Solve with each of several deadlines for the lane out."""
         self.levers = Search(self.trace, self.budget, self.links)
         for lane in (*LANES, *FEWER) if self.links.contended else LANES:
-            for spare in (False, True):
-                if self.left > 0:
-                    self._solve(How(lane, spare), self.levers.start(), 0)
+            if self.left > 0:
+                self._solve(lane, self.levers.start(), 0)
 
     def improve(self) -> None:
         """Go about what was best in other ways."""
         for lane in LANES:
             for change in (self.levers.exchange, self.levers.reassign):
                 if self.left > 0 and self.best.state is not None:
-                    self._change(self.best, replace(self.best.how, lane=lane), change)
+                    self._change(self.best, lane, change)
 
     def try_extremes(self) -> None:
         """Where nothing that was searched fits, try what holds least."""
@@ -137,35 +135,35 @@ class _Planner:
         if self.links.below < PCIE_GEN5.below:
             self.levers.below = PCIE_GEN5.below
             for lane in LANES:
-                self._solve(How(lane), self.levers.start(), 0)
+                self._solve(lane, self.levers.start(), 0)
         if self.fits:
             return
         if self.spilling is None:
             raise self._too_small()
         self.best, self.fitting = self.spilling, [self.spilling]
 
-    def _solve(self, how: How, state: State, held: Bytes | int) -> None:
+    def _solve(self, lane: float, state: State, held: Bytes | int) -> None:
         """Search from a state, and again with what the simulator found over the budget."""
         for _ in range(REPAIRS):
-            solved = self.levers.solve(state, held, how)
+            solved = self.levers.solve(state, held, lane)
             if solved:
                 self.levers.trim(state, held, TRIMS)
             tried = self._try(self.levers.choice(state))
-            tried.state, tried.held, tried.how = state.copy(), held, how
+            tried.state, tried.held = state.copy(), held
             self._consider(tried)
             over = (tried.result.hbm - self.budget).clip(min=0)
             if not solved or not over.any() or self.left <= 0:
                 return
             held = held + over
 
-    def _change(self, best: _Tried, how: How, change: Callable[[State, Bytes | int, How], bool]) -> None:
+    def _change(self, best: _Tried, lane: float, change: Callable[[State, Bytes | int, float], bool]) -> None:
         """Move other storages than a plan does."""
         assert best.state is not None
         state = best.state.copy()
-        if change(state, best.held, how):
+        if change(state, best.held, lane):
             self.levers.trim(state, best.held, TRIMS)
             tried = self._try(self.levers.choice(state))
-            tried.state, tried.held, tried.how = state, best.held, how
+            tried.state, tried.held = state, best.held
             self._consider(tried)
 
     def _try(self, choice: Choice) -> _Tried:

@@ -18,7 +18,7 @@ from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.intervals import occupancy
 from torch_tiers.migrator.planner.levers import DROP, MOVE, Choice, extremes
-from torch_tiers.migrator.planner.search import How, Search
+from torch_tiers.migrator.planner.search import Search
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import Simulated, simulate
 
@@ -119,13 +119,13 @@ def test_what_cannot_leave_in_time_is_recomputed_by_the_cheapest_means() -> None
 def test_the_lane_carries_what_is_dearest_to_make_again() -> None:
     """It has time for one of two storages until the last copy must be over; it had been given the cheap one."""
     recipes = {1: Recipe("Dear", (0,), 3e-3), 2: Recipe("Cheap", (0,), 1e-3)}
-    search, how = Search(replace(small(0.6e-3), recipes=recipes), 400 * MiB, PCIE_GEN5), How(lane=2.0)
+    search, lane = Search(replace(small(0.6e-3), recipes=recipes), 400 * MiB, PCIE_GEN5), 2.0
     state = search.start()
     state.action[search.number[2]] = MOVE
     assert search.drop(state, search.number[1])
-    assert search.reassign(state, 0, how)
+    assert search.reassign(state, 0, lane)
     assert (state.action[search.number[1]], state.action[search.number[2]]) == (MOVE, DROP)
-    assert not search.reassign(state, 0, how)
+    assert not search.reassign(state, 0, lane)
 
 
 def test_nothing_happens_where_everything_fits() -> None:
