@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from torch_tiers.migrator.saved.actions import Action, Go, Recompute, Stay
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.planner.paces import paces as paces_of
+from torch_tiers.migrator.recompute.verified import Verified
+from torch_tiers.migrator.saved.actions import Action, Go, Owner, Recompute, Stay
 from torch_tiers.migrator.saved.garbage import KEPT, MADE, MOVED
 
 
@@ -61,6 +65,50 @@ class Agenda:
     def noted(self, path: str) -> Collection[int]:
         """Return the numbers of a module's sites from which others are recomputed."""
         return self._noted.get(path, ())
+
+
+def actions_of(
+    owner: Owner, plans: Sequence[tuple[Plan, Trace]], verified: Mapping[str, Verified], *, nothing_moves: bool
+) -> Iterator[tuple[str, Action]]:
+    """Yield the action of every site that the plans know.
+
+    A site on which plans disagree moves: that always fits.
+
+    Parameters
+    ----------
+    plans
+        Each with the trace that it is for.
+    verified
+        Replays that held, by site; what has none is not dropped.
+    nothing_moves
+        Whether kept tensors need not be counted: no group waits for their room.
+    """
+    # What one plan is to hear of is heard under all of them: which kind of iteration this is nobody knows.
+    heard = set[str]().union(*(_heard(plan, trace) for plan, trace in plans))
+    paced = [(plan, {} if nothing_moves else paces_of(plan, trace)) for plan, trace in plans]
+    for plan, paces in paced:
+        for key, keep in plan.keep.items():
+            yield key, Stay(owner, keep.enter, keep.leave, paces.get(key), nothing_moves and key not in heard)
+    for plan, paces in paced:
+        for key in plan.recompute:
+            if key in verified:
+                yield key, Recompute(owner, key, verified[key], paces.get(key))
+    for plan, paces in paced:
+        for group in plan.groups:
+            for key in group.sites:
+                yield key, Go(owner, group, paces.get(key))
+
+
+def _heard(plan: Plan, trace: Trace) -> set[str]:
+    """Return the sites that stay in HBM but for which the hooks must be called.
+
+    These are the site that backward asks for first, which tells that backward has begun, and the inputs of
+    recomputations: the hooks detect whether the program changes them, also where PyTorch has no reason to check.
+    """
+    first = min((site for site in trace.sites if site.uses), key=lambda site: site.uses[0], default=None)
+    recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}
+    inputs = {ident for made in recomputed for ident in trace.recipes[made].inputs}
+    return {site.key for site in trace.sites if site is first or site.storage in inputs}
 
 
 _TAKES = {Stay: KEPT, Go: MOVED, Recompute: MADE}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.recordings import CONSIDERABLE
+from torch_tiers.migrator.controller.recordings import is_of_no_kind
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import HostTime
@@ -22,11 +22,11 @@ from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import EVERY, Engine
 from torch_tiers.migrator.offload.filling import Filling
 from torch_tiers.migrator.offload.group import Saved, State
-from torch_tiers.migrator.planner.paces import paces as paces_of
 from torch_tiers.migrator.planner.sizes import has_room_to_learn, learning_room, unseen
 from torch_tiers.migrator.recompute.verified import Verified, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
-from torch_tiers.migrator.saved.actions import Action, Find, Go, Moved, Recompute, Stay
+from torch_tiers.migrator.saved.actions import Action, Find, Go, Moved, Recompute
+from torch_tiers.migrator.saved.agenda import actions_of
 from torch_tiers.migrator.saved.checks import Checks
 from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
 from torch_tiers.migrator.saved.packed import Look
@@ -95,9 +95,8 @@ class Mover:
         beside = unseen(budget, engine.compute.allocated()) if patient else None
         self._lent = lent if patient else 0
         self.filling = Filling(engine, budget if keeps else learning_room(budget + self._lent, beside))
-        self.filling.patient = self._sees = (
-            patient  # and what lies beside saved tensors tells how much of these may stay
-        )
+        self.filling.patient = patient
+        self._sees = patient  # what lies beside saved tensors, which tells how much of these may stay
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
@@ -315,7 +314,10 @@ class Mover:
                 self._see_beside(trace)
             peak = self.engine.end_iteration()
             granted, refused = self.filling.granted, self.filling.refused
-            mispredicted = self._mispredicted()
+            lacking = self.filling.lacking(self.learner.plans)
+            mispredicted = is_of_no_kind(
+                self.learner.traces, self.filling.unforeseen, lacking=lacking, complete=self.filling.complete
+            )
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
@@ -351,16 +353,6 @@ class Mover:
             self.engine.compute.time_waits(stands_for := self._to_stand_for())
             self.checks.on = self.recorder is None and not stands_for
         return changed
-
-    def _mispredicted(self) -> bool:
-        """Return whether a considerable part of the iteration was not as any plan expects."""
-        traces, unforeseen = self.learner.traces, self.filling.unforeseen
-        sites = max((len(trace.sites) for trace in traces), default=0)
-        nbytes = max((trace.saved_bytes for trace in traces), default=0)
-        others = len(unforeseen) + self.filling.lacking(self.learner.plans)
-        came, planned = self.filling.complete
-        is_of_another_size = abs(came - planned) > CONSIDERABLE * planned
-        return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes or is_of_another_size
 
     def _see_beside(self, trace: Trace) -> None:
         """Reduce the room by what lay in HBM besides saved tensors, and by what lives on: the optimizer's state."""
@@ -497,26 +489,9 @@ class Mover:
         return self.learner.plans != before
 
     def actions(self) -> Iterator[tuple[str, Action]]:
-        """Yield the action of every site that the plans know.
-
-        A site on which plans disagree moves: that always fits.
-        """
-        nothing_moves = self._moves_nothing()
+        """Yield the action of every site that the plans know."""
         pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
-        # What one plan is to hear of is heard under all of them: which kind of iteration this is nobody knows.
-        heard = set[str]().union(*(_heard(plan, trace) for plan, trace in pairs))
-        paced = [(plan, {} if nothing_moves else paces_of(plan, trace)) for plan, trace in pairs]
-        for plan, paces in paced:
-            for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), nothing_moves and key not in heard)
-        for plan, paces in paced:
-            for key in plan.recompute:
-                if key in self.verified:
-                    yield key, Recompute(self, key, self.verified[key], paces.get(key))
-        for plan, paces in paced:
-            for group in plan.groups:
-                for key in group.sites:
-                    yield key, Go(self, group, paces.get(key))
+        return actions_of(self, pairs, self.verified, nothing_moves=self._moves_nothing())
 
 
 def _is_part(tensor: Tensor, saved: Saved) -> bool:
@@ -527,15 +502,3 @@ def _is_part(tensor: Tensor, saved: Saved) -> bool:
 def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
     """Return whether the tensor was written by another stream than the one that its group waits for."""
     return saved.group.stream != stream and tensor._base is None
-
-
-def _heard(plan: Plan, trace: Trace) -> set[str]:
-    """Return the sites that stay in HBM but for which the hooks must be called.
-
-    These are the site that backward asks for first, which tells that backward has begun, and the inputs of
-    recomputations: the hooks detect whether the program changes them, also where PyTorch has no reason to check.
-    """
-    first = min((site for site in trace.sites if site.uses), key=lambda site: site.uses[0], default=None)
-    recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}
-    inputs = {ident for made in recomputed for ident in trace.recipes[made].inputs}
-    return {site.key for site in trace.sites if site is first or site.storage in inputs}

@@ -15,8 +15,8 @@ from torch_tiers.migrator.model.plan import PageGroup
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.migrator.saved.actions import Moved
-from torch_tiers.migrator.saved.mover import Go, Mover, Stay
+from torch_tiers.migrator.saved.actions import Go, Moved, Stay
+from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 64 * KiB
