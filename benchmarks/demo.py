@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.demo_report import render
+from benchmarks.demo_report import Demo, Training, render
 from torch_tiers.allocator.sizes import PAGE, MiB, format_size, parse_size, round_up
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
@@ -34,37 +34,6 @@ NVME = 512 * MiB
 
 class DemoError(Exception):
     """A run of the demo failed; the text says which and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """What one run of the example printed: losses with every digit, and milliseconds, of every step."""
-
-    losses: list[str]
-    step_ms: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Demo:
-    """What the demo saw.
-
-    Attributes
-    ----------
-    needed_hbm
-        Peak HBM in bytes with all the memory there is.
-    stats
-        The ``stats.json`` of the run within the budget.
-    """
-
-    plain: Training
-    tiers: Training
-    needed_hbm: int
-    stats: dict[str, Any]
-
-    @property
-    def equal(self) -> bool:
-        """Whether every loss is the same to the last bit."""
-        return self.plain.losses == self.tiers.losses
 
 
 def train(steps: int, scratch: Path, settings: Mapping[str, str]) -> Training:

@@ -1,19 +1,17 @@
-"""The demo's result as tables and a picture; pure functions from what was seen to what rich prints."""
+"""What the demo saw, and how rich prints it: tables and a picture. Pure functions."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from torch_tiers.allocator.sizes import format_size
-
-if TYPE_CHECKING:
-    from benchmarks.demo import Demo
 
 TIERS = ("hbm", "dram", "nvme")
 LANES = {
@@ -25,6 +23,37 @@ LANES = {
     "gds_read": "NVMe to HBM",
 }
 EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What one run of the example printed: losses with every digit, and milliseconds, of every step."""
+
+    losses: list[str]
+    step_ms: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What the demo saw.
+
+    Attributes
+    ----------
+    needed_hbm
+        Peak HBM in bytes with all the memory there is.
+    stats
+        The ``stats.json`` of the run within the budget.
+    """
+
+    plain: Training
+    tiers: Training
+    needed_hbm: int
+    stats: dict[str, Any]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every loss is the same to the last bit."""
+        return self.plain.losses == self.tiers.losses
 
 
 def bar(part: int, whole: int, width: int = 30) -> str:
