@@ -50,7 +50,8 @@ class DramClaims:
         Parameters
         ----------
         in_need
-            Without it the program is out of memory: DRAM that lies idle elsewhere in this process is released for it.
+            Whether the program fails unless this is granted: then DRAM that lies idle elsewhere in this process is
+            released for it.
 
         Returns
         -------

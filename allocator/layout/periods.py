@@ -247,7 +247,8 @@ class Periods:
             return False
         core = self.core
         blocks = core.blocks()
-        # Smaller ones are many and have few bytes; they move with those that they share a page with.
+        # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
+        # does, whatever its size.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
         self.overflow = max(0, dram - core.glance().dram_state)

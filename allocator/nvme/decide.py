@@ -38,7 +38,7 @@ class Decided:
         said = [NAMES[self.choice.way]]
         said += [_rates(way, it) for way, it in self.measured.items() if isinstance(it, Speeds)]
         text = ", ".join(said)
-        return text if self.choice.why_not is None else f"{text}; not straight: {self.choice.why_not}"
+        return text if self.choice.why_not is None else f"{text}; not direct: {self.choice.why_not}"
 
 
 @dataclass(frozen=True, slots=True)

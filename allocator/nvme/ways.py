@@ -25,8 +25,8 @@ Direct = Literal["gds", "p2pdma"]
 DIRECT: tuple[Direct, ...] = ("gds", "p2pdma")
 NAMES: dict[Way, str] = {
     "host": "through host memory",
-    "gds": "straight, by nvidia-fs",
-    "p2pdma": "straight, by PCI P2PDMA",
+    "gds": "direct, by nvidia-fs",
+    "p2pdma": "direct, by PCI P2PDMA",
     "compat": "by kvikio's bounce buffers",
 }
 SLOTS, SLOT_BYTES = 4, 16 * MiB

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import asdict
 from itertools import pairwise
 
 from torch_tiers.allocator.sizes import format_size
@@ -101,8 +100,9 @@ class Feedback:
         sign = "-" if self.correction < 0 else "+"
         host = ""
         if self._host_looks:
-            each = ", ".join(f"{seconds * 1e6:.0f} us a {name}" for name, seconds in asdict(self.calls).items())
-            host = f", the host's x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of ours besides {each}"
+            names = {"group": "group", "moved": "moved tensor", "remade": "recomputed tensor"}
+            each = ", ".join(f"{getattr(self.calls, key) * 1e6:.0f} us per {name}" for key, name in names.items())
+            host = f"; host time x {self.host_pace:.2f}, our hooks {self.hooks * 1e3:.1f} ms an iteration and {each}"
         return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}{host}{lanes}"
 
     @property

@@ -1,7 +1,7 @@
-"""Decides which iterations are recorded, when plans are made and which plans hold, for one device.
+"""Decides when plans are made and which plans hold, for one device.
 
-Pure: the learner takes in traces and measurements and returns plans; the caller decides who runs its jobs.
-`migrator.controller.recordings` decides which iterations are recorded.
+Without torch and I/O: the learner takes in traces and measurements and returns plans; the caller decides who runs its
+jobs. `migrator.controller.recordings` decides which iterations are recorded.
 
 If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
 that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
@@ -18,7 +18,7 @@ from operator import is_
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
 from torch_tiers.migrator.controller.cached_plans import CachedPlans, PlanCache
 from torch_tiers.migrator.controller.feedback import SETTLED, SETTLING, Feedback
-from torch_tiers.migrator.controller.orders import Orders, PlanningFailed, Submit
+from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests, Submit
 from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, after, are_the_same, predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
@@ -81,7 +81,7 @@ class Learner:
         self._plan_cache = plan_cache
         self._is_cached = False  # whether what there is is in that cache
         self._static: Callable[[], int] = int  # bytes in use between iterations
-        self._orders = Orders(policy, submit, must_fit=must_fit)
+        self._requests = PlanRequests(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
@@ -116,7 +116,7 @@ class Learner:
     @property
     def planning(self) -> bool:
         """Return whether plans are being made in the background."""
-        return self._orders.under_way
+        return self._requests.under_way
 
     @property
     def complete(self) -> bool:
@@ -133,7 +133,7 @@ class Learner:
 
     @property
     def _has_all(self) -> bool:
-        return bool(self._planned) and not self._orders.asked and not self._recordings.due
+        return bool(self._planned) and not self._requests.asked and not self._recordings.due
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -219,11 +219,11 @@ class Learner:
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
-        if not self._orders.asked:  # what is mispredicted while plans are made is what they are made for
+        if not self._requests.asked:  # what is mispredicted while plans are made is what they are made for
             self._recordings.pass_by(self._iterations, mispredicted=mispredicted and had_plans)
         if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted):
             self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
-        if changed or refused or self._orders.asked or self._recordings.learning or not self._planned:
+        if changed or refused or self._requests.asked or self._recordings.learning or not self._planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         iteration_time = None if mispredicted else iteration_time
         base = max(self._before_correction(trace) for trace in self._planned_traces)
@@ -316,7 +316,7 @@ class Learner:
             return False
         self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.
-        if self._recordings.learning or not (self._planned or self._orders.asked):
+        if self._recordings.learning or not (self._planned or self._requests.asked):
             return False
         return self._plan(present=self._planned if links.contended and self._is_current else ())
 
@@ -337,14 +337,14 @@ class Learner:
         if self._recordings.learning:
             return  # what is recorded now is planned with these
         self._plan()
-        waited = self._orders.asked
-        if waited and not self._orders.wait(DEADLINE) and not self._orders.asked:
+        waited = self._requests.asked
+        if waited and not self._requests.wait(DEADLINE) and not self._requests.asked:
             self._say_failed(f"no plan could be made within {DEADLINE:g} s")
         self._adopt()
 
     def finish(self) -> None:
         """Wait for plans that are being made, as reports at the program's end describe them."""
-        if self._orders.wait(AT_THE_END):
+        if self._requests.wait(AT_THE_END):
             self._adopt()
         if self.settled:
             self._store()
@@ -358,7 +358,7 @@ class Learner:
         """Forget the traces; the present plans hold until there are others."""
         self._recordings.begin_anew()
         self._from_cache = self._verifies = False
-        self._orders.drop()
+        self._requests.drop()
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
 
@@ -370,7 +370,7 @@ class Learner:
         traces, budgets = self._to_plan()
         self._may_stay, self._due = bool(present), False
         self._asked_for = self._recordings.traces
-        self._orders.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
+        self._requests.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
         return self._adopt()
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
@@ -381,7 +381,7 @@ class Learner:
     def _adopt(self) -> bool:
         """Adopt plans that are ready; return whether they differ from the present ones."""
         try:
-            taken = self._orders.take()
+            taken = self._requests.take()
         except NoPlanFits as error:
             if not self._has_planned:
                 raise

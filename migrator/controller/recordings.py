@@ -21,8 +21,8 @@ ITERATIONS_AFTER_MISPREDICTION = 4
 """Recorded in one look, when one was of another kind: programs alternate between kinds of iterations."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # iterations from one look to the next
-LONGER = 4  # times as long is each pause as the one before
-OUTGROWN = 2  # looks in a row that saw a kind, and nothing as large as its trace
+LONGER = 4  # each pause is so many times the one before
+OUTGROWN = 2  # looks in a row in which a kind stayed much smaller than its trace, before that is replaced
 KINDS = 8  # kinds of iterations that are remembered
 
 

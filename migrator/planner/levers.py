@@ -21,7 +21,7 @@ from torch_tiers.migrator.planner.intervals import Bytes, Floats, in_hbm, room
 from torch_tiers.migrator.planner.sizes import group_bytes
 
 KEEP, MOVE, DROP = range(3)
-HIDDEN = 0.1  # of a second that the other clock hides, what it costs: it may be the one that is waited for later
+HIDDEN = 0.1  # cost of a second that hides behind the other clock: not 0, as that may become the slower one
 APART = 8  # sizes of segments, which are recomputed one by one, that are looked at where little room is left
 CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be recomputed for another
 

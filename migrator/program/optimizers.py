@@ -9,14 +9,14 @@ import torch
 from torch_tiers.migrator.program import weights
 
 LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
-FEW = 8  # of these the last ends what a period trains; of more the first few tell enough
+FEW = 8  # optimizers, of which any may be a period's last; of more only the first few steps are looked at
 _HOST = torch.device("cpu")
 
 
 class Optimizers:
     """Every optimizer that has stepped, as long as it lives. Steps of the one that leads end the allocator's periods.
 
-    One of several does, or a program that trains two models in turn had two kinds of periods.
+    Only that one does: else a program that trains two models in turn would have two kinds of periods.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Where in the program a tensor is saved: the path of the module that runs, and how many it saved before.
 
-The calls of modules, before each of which ours stands, keep the path. They show the roots (modules
-called by no other module) by themselves, so no program has to name its model.
+Our wrapper around `Module.__call__` keeps the path of the running module. Roots are the modules that no other module
+calls, so no program has to name its model.
 """
 
 from __future__ import annotations

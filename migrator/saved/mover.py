@@ -176,8 +176,8 @@ class Mover:
             if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
                 for waiting in tuple(self._held_back):
                     self._offload_unforeseen(waiting)
-                # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
-                # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
+                # While the plan does not hold (groups wait for sites that do not come, and the limit is reached) new
+                # tensors join the groups of what no plan knows, which leave once they are large enough to transfer.
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1

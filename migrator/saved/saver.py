@@ -390,7 +390,7 @@ class Saver(OnStack):
         if packed.go is not None and packed.go.pace is not None:
             packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Dropped):
-            # Again what it is made from is over as well, and made once for all that has it.
+            # Asked for a second time: what it is made from is released, too, and recomputed once for all that need it.
             return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
         tensor = packed.mover.restore(packed)
         return tensor if record is None else record.compare(tensor, Look())

@@ -11,7 +11,7 @@ from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.orders import Job
+from torch_tiers.migrator.controller.plan_requests import Job
 from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace

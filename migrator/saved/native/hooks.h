@@ -1,9 +1,9 @@
 // What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of
-// `saved/saver.py` for what comes again in every iteration, sites of the plan that stay, move or are made again.
+// `saved/saver.py` for what comes again in every iteration: sites of the plan that stay, move or are recomputed.
 //
-// A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
-// before anything was changed but that the module has come to this iteration. So they alone say what holds, and this
-// must agree with them where it answers.
+// A shortcut in front of the hooks in Python. Anything that is not plain, planned and in the plan's order goes to
+// those, before any state changes except the module's count of sites. The Python hooks are authoritative: where this
+// file answers, it must agree with them.
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>

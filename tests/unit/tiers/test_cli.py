@@ -480,7 +480,7 @@ def test_gds_that_is_not_there_says_why_and_what_would_change_that():
 def test_a_directory_s_way_is_told_and_what_would_change_it(tmp_path, monkeypatch, mode, status):
     monkeypatch.setattr(doctor, "filesystem_of", lambda path: Filesystem("ext4", "/dev/x", None))
     found = findings(config=Config(nvme=NvmeConfig(paths=(tmp_path,), capacity=1, gds=mode)))[f"nvme {tmp_path}"]
-    assert "takes O_DIRECT; GPU memory goes through host memory; not straight: no module" in found.found
+    assert "takes O_DIRECT; GPU memory goes through host memory; not direct: no module" in found.found
     assert (found.status, found.advice) == (status, "load it")
 
 

@@ -74,7 +74,7 @@ def test_doctor_probe_and_run_agree(
     assert opener.decision.directories[tmp_path].describe() in told["found"]
     assert opener.decision.directories[tmp_path].describe() in caplog.text
     if reason is None:
-        assert probed is None and "not straight" not in told["found"]
+        assert probed is None and "not direct" not in told["found"]
     else:
         assert reason in told["found"] and reason in caplog.text and reason in (probed or "")
         assert told["advice"] in (probed or "")

@@ -87,7 +87,7 @@ def test_copies_of_a_lane_touch_no_memory_but_their_own(tmp_path: Path) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "tests", ["engine/test_tensors.py", "hooks/test_shortcut.py", "hooks/test_shortcut_to_dropped.py"]
+    "tests", ["saved/test_tensors.py", "saved/test_shortcut.py", "saved/test_shortcut_to_dropped.py"]
 )
 def test_what_is_built_against_torch_touches_no_memory_but_its_own(tests: str, tmp_path: Path) -> None:
     environ = {

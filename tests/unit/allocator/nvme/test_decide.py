@@ -96,7 +96,7 @@ def test_each_directory_s_way_is_said_once_at_info(chosen, tmp_path: Path, caplo
         (
             "INFO",
             f"nvme at {tmp_path} goes through host memory, host 10.0/10.0/10.0 GB/s write/read/both; "
-            f"not straight: {hung}",
+            f"not direct: {hung}",
         )
     ]
 

@@ -29,7 +29,7 @@ from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.background import in_background
 from torch_tiers.migrator.controller.feedback import SETTLED, SURE, UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
-from torch_tiers.migrator.controller.orders import AT_ONCE, Job
+from torch_tiers.migrator.controller.plan_requests import AT_ONCE, Job
 from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links

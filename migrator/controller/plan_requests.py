@@ -1,4 +1,4 @@
-"""Orders plans: computed at once if that takes some milliseconds, else beside the program. Pure."""
+"""PlanRequests plans: computed at once if that takes some milliseconds, else beside the program. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Job = Callable[[], tuple[PlannedIteration, ...]]
 Submit = Callable[[Job], "Future[tuple[PlannedIteration, ...]]"]
 
 
-class Orders:
+class PlanRequests:
     """The plans that one device has asked for; the last ones alone, as what was asked for before is of no use any more.
 
     Parameters
