@@ -192,6 +192,7 @@ class Feedback:
         overflow: int,
         iteration_time: IterationTime | None,
         host: HostTime | None = None,
+        resized: bool = False,
     ) -> bool:
         """Take in an iteration under the present plans; return whether any correction changed.
 
@@ -205,6 +206,8 @@ class Feedback:
             See `iteration`.
         host : HostTime, optional
             See `host`.
+        resized : bool
+            Whether the iteration was larger or smaller than planned.
         """
         if (overflow or pressed or peak > self._target) and _hold_least(planned):
             self._under += 1
@@ -226,7 +229,9 @@ class Feedback:
             (only,), (predicted,) = planned, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            changed |= self.iteration(iteration_time, predicted, believed=believed, disturbed=pressed or overflow > 0)
+            changed |= self.iteration(
+                iteration_time, predicted, believed=believed, disturbed=pressed or overflow > 0 or resized
+            )
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
@@ -335,8 +340,9 @@ class Feedback:
         limit it is up to a tenth slower without these waits, in every iteration. The host, too, may make some of them
         longer. So longer times are believed only if of eight not one was shorter. Even longer times have another cause.
 
-        To flush takes time, and memory in DRAM is slow, whatever the plan. That makes no iteration shorter: such
-        `disturbed` ones tell that recorded times are too long, by the median of eight, and nothing else.
+        To flush takes time, and memory in DRAM is slow, whatever the plan. That makes no iteration shorter; and one of
+        another size takes another time. Such `disturbed` ones tell that recorded times are too long, by the median of
+        eight, and nothing else.
 
         While others use the memory bus or the cores, times show their load. A pace that was confirmed before stays:
         otherwise plans would be made anew whenever a load comes, which takes seconds on busy cores.

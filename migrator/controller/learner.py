@@ -162,6 +162,7 @@ class Learner:
         *,
         whole: bool,
         mispredicted: bool,
+        resized: bool = False,
         pressed: bool,
         overflow: int = 0,
         iteration_time: IterationTime | None = None,
@@ -182,6 +183,8 @@ class Learner:
             its state in the first step, so peaks before that are too low.
         mispredicted : bool
             Whether considerably more was saved, or was not, than any plan expects.
+        resized : bool
+            Whether what was saved as planned was considerably larger or smaller than that.
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
         overflow : int
@@ -220,7 +223,7 @@ class Learner:
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
         if not self._requests.asked:  # what is mispredicted while plans are made is what they are made for
-            self._recordings.pass_by(self._iterations, mispredicted=mispredicted and had_plans)
+            self._recordings.pass_by(self._iterations, mispredicted=(mispredicted or resized) and had_plans)
         if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted):
             self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
         if changed or refused or self._requests.asked or self._recordings.learning or not self._planned:
@@ -229,7 +232,14 @@ class Learner:
         base = max(self._before_correction(trace) for trace in self._planned_traces)
         host = None if iteration_time is None else host
         if self._feedback.iteration_over(
-            self._planned, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
+            self._planned,
+            base,
+            peak,
+            pressed=pressed,
+            overflow=overflow,
+            iteration_time=iteration_time,
+            host=host,
+            resized=resized,
         ):
             log.info("iteration %d, corrections changed: %s", self._iterations, self._feedback)
             return self._plan(present=self._planned if self._is_current else ())

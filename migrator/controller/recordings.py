@@ -171,9 +171,7 @@ def are_of_one_kind(one: Trace, other: Trace) -> bool:
     return max(one.part_besides(other), other.part_besides(one)) <= CONSIDERABLE
 
 
-def is_of_no_kind(
-    traces: Sequence[Trace], unforeseen: Sequence[int], *, lacking: int, complete: tuple[int, int]
-) -> bool:
+def is_of_no_kind(traces: Sequence[Trace], unforeseen: Sequence[int], lacking: int) -> bool:
     """Return whether a considerable part of an iteration was not as its plans expect.
 
     Parameters
@@ -184,15 +182,16 @@ def is_of_no_kind(
         Of each tensor that no plan knows the bytes that were not saved before.
     lacking
         Sites that were expected, and not saved.
-    complete
-        Bytes of groups that were saved, and what the plans have for these.
     """
     sites = max((len(trace.sites) for trace in traces), default=0)
     nbytes = max((trace.saved_bytes for trace in traces), default=0)
-    came, planned = complete
-    is_of_another_size = abs(came - planned) > CONSIDERABLE * planned
     others = len(unforeseen) + lacking
-    return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes or is_of_another_size
+    return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
+
+
+def is_of_another_size(saved: int, planned: int) -> bool:
+    """Return whether groups have considerably more or fewer bytes than planned."""
+    return abs(saved - planned) > CONSIDERABLE * planned
 
 
 def _is_alike(one: Trace, other: Trace) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.recordings import is_of_no_kind
+from torch_tiers.migrator.controller.recordings import is_of_another_size, is_of_no_kind
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import HostTime
@@ -315,9 +315,8 @@ class Mover:
             peak = self.engine.end_iteration()
             granted, refused = self.filling.granted, self.filling.refused
             lacking = self.filling.lacking(self.learner.plans)
-            mispredicted = is_of_no_kind(
-                self.learner.traces, self.filling.unforeseen, lacking=lacking, complete=self.filling.complete
-            )
+            mispredicted = is_of_no_kind(self.learner.traces, self.filling.unforeseen, lacking)
+            resized = is_of_another_size(*self.filling.complete)
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
@@ -327,6 +326,7 @@ class Mover:
                 peak,
                 whole=whole,
                 mispredicted=mispredicted,
+                resized=resized,
                 pressed=pressed,
                 overflow=overflow,
                 iteration_time=iteration_time,

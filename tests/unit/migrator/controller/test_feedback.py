@@ -507,25 +507,27 @@ def test_a_short_iteration_says_nothing_of_the_device_before_the_host_s_time_is_
     assert feedback.host_pace == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("why", ["pressed", "resized"])
 @pytest.mark.parametrize(("takes", "pace"), [(0.25, pytest.approx(0.3)), (0.5, pytest.approx(0.5)), (1.1, 1.0)])
-def test_an_iteration_in_which_the_allocator_flushed_tells_the_pace_where_it_was_shorter(
-    takes: float, pace: float
+def test_an_iteration_that_flushed_or_had_another_size_tells_the_pace_where_it_was_shorter(
+    takes: float, pace: float, why: str
 ) -> None:
     """Shapes that change leave fragments, in every iteration: one of 110 ms was taken to need 420, as recorded."""
     feedback = Feedback(TARGET, PCIE_GEN5)
     made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
-    iteration_time = IterationTime(takes * PREDICTED.seconds, {})
+    time = IterationTime(takes * PREDICTED.seconds, {})
+    pressed, resized = why == "pressed", why == "resized"
     for _ in range(SETTLING + 1):
         feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=None)
     changed = [
-        feedback.iteration_over(made, 0, TARGET, pressed=True, overflow=0, iteration_time=iteration_time)
+        feedback.iteration_over(made, 0, TARGET, pressed=pressed, overflow=0, iteration_time=time, resized=resized)
         for _ in range(SURE)
     ]
     assert any(changed) == (takes < 1)
     assert feedback.pace == pace
 
 
-def test_where_the_allocator_flushes_a_few_short_periods_say_nothing_of_the_pace() -> None:
+def test_where_the_allocator_flushes_a_few_short_iterations_say_nothing_of_the_pace() -> None:
     """Long ones are no evidence there, so that two short ones of many halved the pace for good."""
     feedback = Feedback(TARGET, PCIE_GEN5)
     made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
