@@ -478,6 +478,14 @@ def test_a_considerable_part_that_no_longer_comes_starts_recording_again(rig: Ri
     assert (rig.mover.recorder is not None) == recorded
 
 
+@pytest.mark.parametrize(("size", "recorded"), [(1.0, False), (0.9, False), (0.5, True), (2.0, True)])
+def test_iterations_of_another_size_are_recorded_again(rig: Rig, size: float, recorded: bool) -> None:
+    """Some samplers begin with the longest batch: what all others saved moved for good."""
+    run(rig, layers(10))
+    run(rig, layers(10, nbytes=int(size * MiB)))
+    assert (rig.mover.recorder is not None) == recorded
+
+
 def test_a_known_kind_of_iteration_is_no_misprediction(rig: Rig) -> None:
     one, other = layers(10, name="generator"), layers(6, name="discriminator")
     for _ in range(8):
