@@ -1,4 +1,4 @@
-"""What the C++ part of the hooks calls by name is there: a method that is renamed in Python fails here, not in a run."""
+"""What the C++ part of the hooks calls by name is there: a method renamed in Python fails here, not in a run."""
 
 from __future__ import annotations
 
