@@ -76,7 +76,7 @@ def check_budget(capacity: int | None) -> None:
 def before_cuda(install: Callable[[], None]) -> None:
     """Have `install` called when the program is about to initialise CUDA: too early would make a context for it."""
     if not torch.version.cuda:
-        log.warning("allocator pages needs a GPU: the migrator works on host memory")
+        log.warning("there is no GPU: memory is only counted, as with TIERS_ALLOCATOR=torch")
         return
     if torch.cuda.is_initialized():
         install()

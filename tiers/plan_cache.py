@@ -52,7 +52,7 @@ class PlanCacheOnDisk:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            log.info("the plan in %s is of no use: %s", path, error)
+            log.info("the cached plan in %s is ignored, the program is learned anew: %s", path, error)
             return None
         with suppress(OSError):  # it may be there to be read alone
             os.utime(path)
