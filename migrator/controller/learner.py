@@ -287,6 +287,7 @@ class Learner:
         if not any(each.least or each.refused for each in self._planned):  # else the next run is to warn again
             found = self._feedback.corrections, self._feedback.given, self._static()
             self._plan_cache.store(CachedPlans(self._recordings.traces, self.plans, *found))
+            log.info("iteration %d, the plans proved right and are cached for the next run", self._iterations)
 
     @property
     def _is_current(self) -> bool:
