@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_tiers.migrator.controller.kinds import CONSIDERABLE, are_of_one_kind
 from torch_tiers.migrator.model.timing import together
 from torch_tiers.migrator.model.trace import Trace
-
-CONSIDERABLE = 1 / 8
-"""Of an iteration's sites, or of its saved bytes: one with more that another lacks is of another kind."""
 
 ITERATIONS_AFTER_MISPREDICTION = 4
 """Recorded in one look, when one was of another kind: programs alternate between kinds of iterations."""
@@ -164,34 +162,6 @@ class Recordings:
         self._pause, self._next_pause = self._next_pause, min(LONGER * self._next_pause, LONGEST_PAUSE)
         self._look_again = iteration + self._pause
         self._news, self._waits = False, True
-
-
-def are_of_one_kind(one: Trace, other: Trace) -> bool:
-    """Return whether neither trace has a considerable part that the other lacks."""
-    return max(one.part_besides(other), other.part_besides(one)) <= CONSIDERABLE
-
-
-def is_of_no_kind(traces: Sequence[Trace], unforeseen: Sequence[int], lacking: int) -> bool:
-    """Return whether a considerable part of an iteration was not as its plans expect.
-
-    Parameters
-    ----------
-    traces
-        What there are plans for.
-    unforeseen
-        Of each tensor that no plan knows the bytes that were not saved before.
-    lacking
-        Sites that were expected, and not saved.
-    """
-    sites = max((len(trace.sites) for trace in traces), default=0)
-    nbytes = max((trace.saved_bytes for trace in traces), default=0)
-    others = len(unforeseen) + lacking
-    return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
-
-
-def is_of_another_size(saved: int, planned: int) -> bool:
-    """Return whether groups have considerably more or fewer bytes than planned."""
-    return abs(saved - planned) > CONSIDERABLE * planned
 
 
 def _is_alike(one: Trace, other: Trace) -> bool:

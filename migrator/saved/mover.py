@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_tiers.allocator.errors import TierFull
+from torch_tiers.migrator.controller.kinds import is_of_another_size, is_of_no_kind
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.recordings import is_of_another_size, is_of_no_kind
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import HostTime
@@ -27,9 +27,9 @@ from torch_tiers.migrator.recompute.verified import Verified, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.saved.actions import Action, Find, Go, Moved, Recompute
 from torch_tiers.migrator.saved.agenda import actions_of
-from torch_tiers.migrator.saved.checks import Checks
 from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
 from torch_tiers.migrator.saved.packed import Look
+from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.streams import Stream
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.controller.recordings import Recordings, are_of_one_kind
+from torch_tiers.migrator.controller.kinds import are_of_one_kind
+from torch_tiers.migrator.controller.recordings import Recordings
 from torch_tiers.migrator.model.trace import Trace
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.scenarios import REMADE, moving
 from torch_tiers.migrator.recompute.replays import Replay
-from torch_tiers.migrator.saved import checks
-from torch_tiers.migrator.saved.checks import Checks
+from torch_tiers.migrator.saved import spot_checks
+from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -34,7 +34,7 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where a library chooses another kernel from some step on."""
-    monkeypatch.setattr(checks, "PART", 1e3)
+    monkeypatch.setattr(spot_checks, "PART", 1e3)
     run, differs = Replay.run, False
 
     def another(self: Replay, values: Sequence[Tensor]) -> list[Tensor]:
@@ -82,7 +82,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = mock.Mock(now=0.0)
-    monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(spot_checks.time, "perf_counter", lambda: clock.now)
     looked, counted = Checks(HostCompute(Counters()), 0), list[int]()
     looked.on = True
     sites = [PlannedIteration(counted, 1e-3, clock) for _ in range(3)]
@@ -94,7 +94,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
             checked[number] += len(counted) - before
         clock.now += 0.1
         assert not looked.iteration_over()
-    assert 1e-3 * len(counted) <= checks.PART * clock.now + 1e-3
+    assert 1e-3 * len(counted) <= spot_checks.PART * clock.now + 1e-3
     assert min(checked) > 0.9 * max(checked) > 100
 
 
@@ -112,7 +112,7 @@ def test_nothing_is_made_where_there_is_no_room_for_it(monkeypatch: pytest.Monke
 
 def test_where_iterations_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second backward saves something else, as of a GAN: only the first site was ever looked at."""
-    monkeypatch.setattr(checks, "PART", 1e9)
+    monkeypatch.setattr(spot_checks, "PART", 1e9)
     clock, counted = mock.Mock(now=0.0), list[int]()
     looked, checked = Checks(HostCompute(Counters()), 0), set[str]()
     looked.on = True
