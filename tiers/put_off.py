@@ -11,12 +11,12 @@ _waiting: list[Callable[[], None]] = []
 
 
 def until_the_session_is_whole(call: Callable[[], None]) -> None:
-    """Call this once it is; several times, as often as this was called, is once."""
+    """Register a call for when the session is whole. One that is registered twice is made once."""
     if call not in _waiting:
         _waiting.append(call)
 
 
 def session_is_whole() -> None:
-    """Catch up."""
+    """Make the registered calls."""
     while _waiting:
         _waiting.pop()()

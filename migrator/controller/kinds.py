@@ -18,7 +18,7 @@ def are_of_one_kind(one: Trace, other: Trace) -> bool:
     return max(one.part_besides(other), other.part_besides(one)) <= CONSIDERABLE
 
 
-def is_of_no_kind(traces: Sequence[Trace], unforeseen: Sequence[int], lacking: int) -> bool:
+def is_of_no_kind(traces: Sequence[Trace], unforeseen: tuple[int, int], lacking: int) -> bool:
     """Return whether a considerable part of an iteration was not as its plans expect.
 
     Parameters
@@ -26,14 +26,14 @@ def is_of_no_kind(traces: Sequence[Trace], unforeseen: Sequence[int], lacking: i
     traces
         What there are plans for.
     unforeseen
-        Of each tensor that no plan knows the bytes that were not saved before.
+        Tensors that no plan knows, and their bytes that were not saved before.
     lacking
         Sites that were expected, and not saved.
     """
     sites = max((len(trace.sites) for trace in traces), default=0)
     nbytes = max((trace.saved_bytes for trace in traces), default=0)
-    others = len(unforeseen) + lacking
-    return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
+    tensors, more = unforeseen
+    return tensors + lacking > CONSIDERABLE * sites or more > CONSIDERABLE * nbytes
 
 
 def is_of_another_size(saved: int, planned: int) -> bool:

@@ -48,8 +48,8 @@ class Filling:
 
     Attributes
     ----------
-    unforeseen : list of int
-        What was saved in this iteration that no plan knows: of each tensor the bytes that were not saved before.
+    unforeseen : tuple of (int, int)
+        Tensors that were saved in this iteration and that no plan knows, and their bytes that were not saved before.
     complete : tuple of (int, int)
         Bytes of the groups of which all sites came, and bytes that the plan has for them.
     granted : int
@@ -66,7 +66,7 @@ class Filling:
 
     def __init__(self, engine: Engine, room: int) -> None:
         self.room = room
-        self.unforeseen: list[int] = []
+        self.unforeseen = 0, 0
         self.complete = 0, 0
         self.granted = 0
         self.refused = False
@@ -92,7 +92,7 @@ class Filling:
         self._waiting.clear()
         self._purge_at = PURGE
         self._lacking.clear()
-        self.unforeseen.clear()
+        self.unforeseen = 0, 0
         self.complete = 0, 0
         self.offloaded = False
         self.granted = 0

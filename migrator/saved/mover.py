@@ -96,7 +96,7 @@ class Mover:
         self._lent = lent if patient else 0
         self.filling = Filling(engine, budget if keeps else learning_room(budget + self._lent, beside))
         self.filling.patient = patient
-        self._sees = patient  # what lies beside saved tensors, which tells how much of these may stay
+        self._measures_room = patient  # what lies beside saved tensors tells how many of these may stay
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
@@ -132,7 +132,7 @@ class Mover:
             return False
         with self.engine.lock:
             self._fitting = 0
-            self._sees = False
+            self._measures_room = False
             self.learner.forget()
             self.recorder = self._new_recorder()
             self._expect_too_much()
@@ -185,7 +185,8 @@ class Mover:
                 if not tensor.requires_grad:  # and so has no `grad_fn`, to ask for which makes an object
                     self.filling.may_be_unfilled(group)
             if filling is None and recorder is None:
-                self.filling.unforeseen.append(fresh)
+                tensors, nbytes = self.filling.unforeseen
+                self.filling.unforeseen = tensors + 1, nbytes + fresh
             moved = self._tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 self.filling.came(filling, fresh)
@@ -340,8 +341,8 @@ class Mover:
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
             self.recorder = self.engine.meter = None
-            if overflow and self._sees and not self.learner.plans:  # there was less room than was seen
-                self._sees = False
+            if overflow and self._measures_room and not self.learner.plans:  # there was less room than was seen
+                self._measures_room = False
                 self._expect_too_much()
             if self.learner.records_next:
                 self.recorder = self._new_recorder(held=self.learner.holds_device)
@@ -356,7 +357,7 @@ class Mover:
 
     def _see_beside(self, trace: Trace) -> None:
         """Reduce the room by what lay in HBM besides saved tensors, and by what lives on: the optimizer's state."""
-        if self._sees and trace.others and not self.learner.plans:
+        if self._measures_room and trace.others and not self.learner.plans:
             lives_on = self.engine.compute.allocated() - self._allocated_before
             lent = self._lent if self.filling.patient else 0  # else it is about to be paid back
             self.filling.room = learning_room(self.budget + lent, max(trace.others) + max(0, lives_on))

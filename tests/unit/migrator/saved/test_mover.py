@@ -182,7 +182,7 @@ def test_what_a_full_tier_has_no_room_for_stays_in_hbm_also_where_the_plan_count
     plans = rig.planned(*(group(f"a:{k}", last_birth=k) for k in range(4)))
     moved = [rig.save(f"a:{k}", go) for k, (go,) in enumerate(plans)]
     assert [each.saved.group.state for each in moved] == [State.LEAVING] + 3 * [State.FILLING]
-    assert rig.mover.filling.refused and not rig.mover.filling.unforeseen
+    assert rig.mover.filling.refused and rig.mover.filling.unforeseen == (0, 0)
     assert [record.getMessage() for record in caplog.records] == [
         "tier dram is full: 64.0 KiB requested, 2.0 MiB of 2.0 MiB in use; raise TIERS_DRAM; "
         "tensors that it has no room for stay in hbm, beyond the budget if need be"
