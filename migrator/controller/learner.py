@@ -224,7 +224,7 @@ class Learner:
             return self._learn(trace, peak) or changed
         if not self._requests.asked:  # what is mispredicted while plans are made is what they are made for
             self._recordings.pass_by(self._iterations, mispredicted=(mispredicted or resized) and had_plans)
-        if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted):
+        if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted or resized):
             self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
         if changed or refused or self._requests.asked or self._recordings.learning or not self._planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
