@@ -94,6 +94,7 @@ def begin(about: str | None, count: int) -> tuple[Recorder, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", default="cpu", help="of a replay; recording an operator costs the same on each")
     options = parser.parse_args()
     recorder = load(cache_directory())
     if isinstance(recorder, str):

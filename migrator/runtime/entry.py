@@ -117,8 +117,9 @@ def _stand_before_calls() -> None:
 
     @wraps(plain)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
-        # Whoever has kept this function may call it when it is of no session any more.
-        if is_compiling() or _our_call is not call or not _enter(self):
+        # Whoever has kept this function may call it when it is of no session any more. And TorchScript's tracer would
+        # take the operators that we try for the program's.
+        if is_compiling() or _our_call is not call or torch._C._get_tracing_state() or not _enter(self):
             return plain(self, *args, **kwargs)
         try:
             return plain(self, *args, **kwargs)

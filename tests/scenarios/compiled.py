@@ -194,6 +194,24 @@ def modules_can_be_copied_exported_scripted_and_traced(device: torch.device) -> 
                 torch.testing.assert_close(other(x), block(x))
 
 
+def a_traced_graph_is_that_of_the_program_alone(device: torch.device) -> None:
+    """Also of a first iteration, which is recorded, and whose operators are tried again."""
+
+    def operators(model: nn.Module, x: Tensor) -> list[str]:
+        traced = torch.jit.trace(model, (x,), check_trace=False).inlined_graph.nodes()
+        exported = torch.export.export(model, (x,)).graph.nodes
+        return [node.kind() for node in traced] + [str(node.target) for node in exported]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Block() for _ in range(3))).to(device), batch(device, 9)
+    expected = operators(model, x)
+    with moving(**REMADE) as session:
+        assert operators(model, x) == expected
+        train(model, device)
+        assert recomputed(session)
+        assert operators(model, x) == expected
+
+
 def a_model_compiled_before_the_session(device: torch.device) -> None:
     torch.compiler.reset()
     plain = perceptron(device)
