@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.tape_cost import Operate, begin, seconds
 from benchmarks.zoo import llama, t5
@@ -37,7 +38,9 @@ def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], co
     recorder.end()
     if isinstance(closure, Refused):
         raise SystemExit(closure.reason)
-    traced = torch.jit.trace(module, given, check_trace=False)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        operators = make_fx(module)(*given)
+        traced = torch.jit.trace(operators, given, check_trace=False)  # type: ignore[no-untyped-call]
     best = [float("inf")] * 3
     ways: tuple[tuple[Operate, bool], ...] = (
         (closure.run, False),
@@ -48,7 +51,8 @@ def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], co
         for way, (run, builds_graph) in enumerate(ways):
             if given[0].is_cuda:
                 torch.cuda.synchronize()  # a full queue of kernels would make the host wait
-            with torch.set_grad_enabled(builds_graph):
+            # TorchScript would fuse operators.
+            with torch.set_grad_enabled(builds_graph), torch.jit.optimized_execution(False):
                 best[way] = min(best[way], seconds(run, count) * 1e6)
     return [*best, closure.operators]
 
@@ -56,7 +60,6 @@ def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], co
 def main() -> None:
     """Print a table."""
     recorder, options = begin(__doc__, count=20)
-    profiles = torch._C._jit_set_profiling_executor(False)  # it would fuse
     print(f"torch {torch.__version__}; us a block, the least of {options.rounds} rounds")
     print(
         f"{'':14}{'replay':>9}{'module again':>14}{'dispatch':>10}{'of module':>11}{'of dispatch':>13}{'operators':>11}"
@@ -65,7 +68,6 @@ def main() -> None:
         replay, again, dispatch, operators = measure(recorder, module, given, options.count, options.rounds)
         ways = f"{replay:9.1f}{again:14.1f}{dispatch:10.1f}{replay / again:11.2f}{replay / dispatch:13.2f}"
         print(f"{name:14}{ways}{operators:11.0f}")
-    torch._C._jit_set_profiling_executor(profiles)
 
 
 if __name__ == "__main__":

@@ -144,9 +144,7 @@ class CudaCompute:
             torch.cuda._sleep(int(seconds * rate))
 
     def meter(self, *, held: bool = False) -> CudaMeter:
-        if _others_wait_for_this():
-            return CudaMeter(self, operators=self.operators)
-        return CudaMeter(self, held=held)
+        return CudaMeter(self, held=held, alone=not _others_wait_for_this(), operators=self.operators)
 
     def peak(self, resident: int) -> int:
         peak, self._before = max(self._before, self._peaks.restart()[0]), 0

@@ -256,7 +256,10 @@ const c10::StorageImpl *memory(PyObject *object, int64_t least) {
   if (int64_t(storage.nbytes()) < least) return nullptr;
   if (tensor.is_view()) {
     THPObjectPtr base(THPVariable_Wrap(tensor._base()));
-    const int is_parameter = base ? PyObject_IsInstance(base.get(), ParameterClass) : -1;
+    if (!base) throw python_error();
+    // What else is a parameter is of another type; to ask for that calls Python.
+    const bool is_tensor = Py_TYPE(base.get()) == reinterpret_cast<PyTypeObject *>(THPVariableClass);
+    const int is_parameter = is_tensor ? 0 : PyObject_IsInstance(base.get(), ParameterClass);
     if (is_parameter < 0) throw python_error();
     if (is_parameter) return nullptr;
   }
