@@ -139,7 +139,7 @@ class Devices:
     ) -> Mover:
         """Make the mover of one thread for a device; open the device if it is the first.
 
-        With `operators`, operators are timed one by one while an iteration is recorded.
+        With `operators`, operators are timed one by one if several ranks take part.
 
         Raises
         ------

@@ -190,9 +190,6 @@ class OperatorTimes(Protocol):
     def tick(self, stream: int, /) -> None:
         """The next stretch begins, on that stream."""
 
-    def spent(self) -> float:
-        """Seconds of the host's that timing has taken so far, in all threads."""
-
     def end(self) -> list[float]:
         """Seconds of operators in each stretch, once the device is through with them; none where that is not known."""
 

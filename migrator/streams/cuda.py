@@ -144,7 +144,9 @@ class CudaCompute:
             torch.cuda._sleep(int(seconds * rate))
 
     def meter(self, *, held: bool = False) -> CudaMeter:
-        return CudaMeter(self, held=held, alone=not _others_wait_for_this(), operators=self.operators)
+        if _others_wait_for_this():
+            return CudaMeter(self, operators=self.operators)
+        return CudaMeter(self, held=held)
 
     def peak(self, resident: int) -> int:
         peak, self._before = max(self._before, self._peaks.restart()[0]), 0

@@ -19,10 +19,9 @@ class HostClock:
     begin : event
         Of the device's, at which the iteration begins.
     delayed : callable
-        Seconds so far, in all threads, that are not the program's: for events around operators, and those for which
-        requests for memory waited for pages. An iteration that is recorded maps thousands, of 80 us each. Under a plan
-        whose layout is followed none is mapped; where sizes change all the time, some are in every iteration, which
-        this leaves out, too.
+        Seconds that requests for memory have waited for pages so far, in all threads. An iteration that is recorded
+        maps thousands, of 80 us each. Under a plan whose layout is followed none is mapped; where sizes change all the
+        time, some are in every iteration, which this leaves out, too.
     """
 
     def __init__(self, begin: TimedEvent, delayed: Callable[[], float] = lambda: 0.0) -> None:
@@ -56,10 +55,6 @@ class HostClock:
         self._stretches.append(_Stretch(self._own, self._delay, self._began, self._ended, self._behind))
         self._own, self._delay, self._behind = 0.0, 0.0, behind
 
-    def ahead(self, when: Callable[[TimedEvent], float]) -> list[bool]:
-        """Whether all of each stretch was issued before the device came to it, so that it waited for no host."""
-        return [when(stretch.behind) > stretch.ended for stretch in self._stretches]
-
     def clocks(
         self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
     ) -> tuple[tuple[float, ...], frozenset[int]]:
@@ -91,7 +86,7 @@ class _Stretch(NamedTuple):
     """What the host did from one position to the next: for how many seconds, from when to when, behind which event."""
 
     own: float
-    delay: float  # seconds besides, that are not the program's
+    delay: float  # seconds besides, for memory
     began: float
     ended: float
     behind: TimedEvent

@@ -2,10 +2,9 @@
 
 What the lanes and our own trials add to the iteration is subtracted: waits of the compute stream for a lane, and all
 *untracked* work. On a GPU there are two clocks: events of the device, and the host's own time between our hooks. Where
-the device waits for the host, or for other ranks, events show the pace of those. So operators are timed one by one:
-what the device does between two of them is not the program's. Between the events of a short one it waits for its
-launch, though. So the device can be *held* back, again and again, so that the host is ahead of it. A program that waits
-for its device itself gets ahead of nothing, and other ranks would wait, too.
+the device waits for the host, events show the host's pace. So the device can be *held* back, again and again, so that
+the host is always ahead of it. If other ranks would wait for that, and have this one wait for them, operators are timed
+one by one: what the device does between two of them is not the program's.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from torch_tiers.migrator.model.clocks import Clocks
@@ -112,36 +111,28 @@ class CudaMeter:
     ----------
     held : bool
         Whether the device is held back whenever it has nearly caught up with the host.
-    alone : bool
-        Whether the device waits for no other ranks.
     operators : OperatorClock, optional
         Times operators one by one.
     """
 
-    def __init__(
-        self, compute: Device, *, held: bool = False, alone: bool = True, operators: OperatorClock | None = None
-    ) -> None:
+    def __init__(self, compute: Device, *, held: bool = False, operators: OperatorClock | None = None) -> None:
         self._compute = compute
-        self._alone = alone
         self._operators: OperatorTimes | None = None
         if operators is not None:
             stream, device, _ = compute.stream()
             self._operators = operators.begin(device, stream)
-        self._held = held and alone
-        if self._held:
+        self._held = held
+        if held:
             compute.hold_up(HOLD)  # before the iteration begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
-        self._host = HostClock(self._begin, self._delayed)
+        self._host = HostClock(self._begin, compute.delayed)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._highest = 0  # bytes in use, since the last tick or part
         self._parted = 0  # the most that were not saved, of the parts since the last tick
         compute.waited = self._left_out
         compute.take_peak()
-
-    def _delayed(self) -> float:
-        return self._compute.delayed() + (0.0 if self._operators is None else self._operators.spent())
 
     def mark(self) -> TimedEvent:
         """A point of the present stream."""
@@ -265,33 +256,11 @@ class CudaMeter:
         *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
         timed = [] if self._operators is None else self._operators.end()
-
-        def when(event: TimedEvent) -> float:
-            return now - self.seconds(event, end)
-
         if any(timed) and len(timed) == len(device):  # else none came by
-            ahead = self._host.ahead(when) if self._alone else [False] * len(device)
-            device = of_the_program(device, timed, ahead)
+            device = tuple(map(min, device, timed))
             *times, seconds = accumulate(device)
-        host, joins = self._host.clocks(device, when, (*self._ticks, end))
+        host, joins = self._host.clocks(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
-
-
-def of_the_program(device: Sequence[float], timed: Sequence[float], ahead: Sequence[bool]) -> tuple[float, ...]:
-    """Return the device's own seconds of each stretch, whatever it waited for there.
-
-    Parameters
-    ----------
-    device, timed : sequence of float
-        Seconds of each stretch from its begin to its end, and those of operators alone.
-    ahead : sequence of bool
-        Whether the host was ahead of the device throughout, which then waited for nothing. There `device` is right, and
-        shows how much of it operators miss: kernels that none of them launches.
-    """
-    known = sum(compress(timed, ahead))
-    missed = max(1.0, sum(compress(device, ahead)) / known) if known else 1.0
-    each = zip(device, timed, ahead, strict=True)
-    return tuple(seconds if right else min(seconds, missed * operators) for seconds, operators, right in each)
 
 
 def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:

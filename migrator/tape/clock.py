@@ -43,7 +43,6 @@ class OperatorTimes:
         self._native = library
         self._compiled = compiled
         self.tick = library.clock_tick
-        self.spent = library.clock_spent
         compiled.install(CLOCK)
 
     def end(self) -> list[float]:

@@ -78,9 +78,6 @@ class Recorder(Protocol):
     def clock_end(self, number: int, is_wanted: bool, /) -> list[float]:  # noqa: D102
         ...
 
-    def clock_spent(self) -> float:  # noqa: D102
-        ...
-
     def clock_enter(self) -> int:  # noqa: D102
         ...
 

@@ -8,7 +8,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <atomic>
-#include <chrono>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -23,7 +22,6 @@ class Clock {
   static constexpr size_t kMost = 1 << 17;  // spans: of a program that does something else than it did, to no end
 
   std::atomic<bool> on = false;
-  std::atomic<int64_t> spent = 0;  // nanoseconds of the host's, for events, so far
 
   // From now on, of a device and the stream that computes there, begun by this thread; the number of this time, or 0 if
   // others are being timed.
@@ -180,30 +178,14 @@ Clock &clock_of_operators() {
   return one;
 }
 
-// Adds what it lives for to what the clock has spent.
-class Spending {
- public:
-  Spending() : since_(std::chrono::steady_clock::now()) {}
-  ~Spending() { clock_of_operators().spent += (std::chrono::steady_clock::now() - since_).count(); }
-  Spending(const Spending &) = delete;
-  Spending &operator=(const Spending &) = delete;
-
- private:
-  std::chrono::steady_clock::time_point since_;
-};
-
 // Times an operator for as long as this lives.
 class Timed {
  public:
   Timed(const c10::OperatorHandle &op, c10::DispatchKeySet keys) {
-    if (!clock_of_operators().on.load(std::memory_order_relaxed)) return;
-    const Spending spending;
-    span_ = clock_of_operators().before(&op, keys);
+    if (clock_of_operators().on.load(std::memory_order_relaxed)) span_ = clock_of_operators().before(&op, keys);
   }
   ~Timed() {
-    if (span_ < 0) return;
-    const Spending spending;
-    clock_of_operators().after(span_);
+    if (span_ >= 0) clock_of_operators().after(span_);
   }
   Timed(const Timed &) = delete;
   Timed &operator=(const Timed &) = delete;

@@ -243,11 +243,6 @@ PyObject *clock_end(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
-// clock_spent(): seconds of the host's that the events took so far, in all threads.
-PyObject *clock_spent(PyObject *, PyObject *) {
-  return answer([] { return checked(PyFloat_FromDouble(double(clock_of_operators().spent) / 1e9)); });
-}
-
 // clock_enter(): something that is no operator launches kernels; what `clock_leave` is to be given once it is through.
 PyObject *clock_enter(PyObject *, PyObject *) {
   return answer([&] { return number(int64_t(clock_of_operators().before(nullptr, {}))); });
@@ -349,7 +344,6 @@ PyMethodDef functions[] = {
     {"clock_begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(clock_begin)), METH_FASTCALL, nullptr},
     {"clock_tick", clock_tick, METH_O, nullptr},
     {"clock_end", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(clock_end)), METH_FASTCALL, nullptr},
-    {"clock_spent", clock_spent, METH_NOARGS, nullptr},
     {"clock_enter", clock_enter, METH_NOARGS, nullptr},
     {"clock_leave", clock_leave, METH_O, nullptr},
     {"enter", enter, METH_O, nullptr},

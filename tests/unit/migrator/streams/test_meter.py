@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
 from torch_tiers.migrator.streams.host import HostCompute
-from torch_tiers.migrator.streams.meter import HOLD, CudaMeter, of_the_program, without
+from torch_tiers.migrator.streams.meter import HOLD, CudaMeter, without
 from torch_tiers.migrator.telemetry.counters import Counters
 
 
@@ -229,9 +229,6 @@ class FakeOperators:
         self.ends += 1
         return self.seconds
 
-    def spent(self) -> float:
-        return 0.0
-
     def drop(self) -> None:
         self.drops += 1
 
@@ -248,18 +245,6 @@ def test_what_the_device_does_between_operators_is_not_the_program_s() -> None:
     assert list(measures.clocks.device) == [min(each) for each in zip(wall, operators.seconds, strict=True)]
     assert (*measures.times, measures.seconds) == (1e-3, 1e-3, 1e-3)
     assert (operators.on, operators.ends) == ([(0, 7), (7,), (7,)], 1)
-
-
-def test_where_the_host_was_ahead_the_device_s_own_time_is_right() -> None:
-    assert of_the_program([3, 4, 5], [3, 4, 1], [True, False, False]) == (3, 4, 1)
-
-
-def test_kernels_that_no_operator_launches_count_by_their_part_elsewhere() -> None:
-    assert of_the_program([4, 9, 2], [2, 3, 3], [True, False, False]) == (4, 6, 2)
-
-
-def test_where_the_host_was_never_ahead_operators_are_all_there_is() -> None:
-    assert of_the_program([9, 9], [1, 2], [False, False]) == (1, 2)
 
 
 def test_where_no_operator_came_by_the_device_s_own_time_is_told() -> None:

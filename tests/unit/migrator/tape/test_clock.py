@@ -29,9 +29,6 @@ class Library:
     def clock_tick(self, stream: int) -> None:
         assert self.on
 
-    def clock_spent(self) -> float:
-        return 0.0
-
     def clock_end(self, number: int, is_wanted: bool) -> list[float]:
         assert number == self.number
         self.on = False
