@@ -106,14 +106,6 @@ class Learner:
         return self._recordings.due
 
     @property
-    def holds_device(self) -> bool:
-        """Return whether the device is held back in that iteration, so that it shows its own pace.
-
-        Only in the last of those recorded in a row: a program that is slow to learn is not to become slower.
-        """
-        return self._recordings.last
-
-    @property
     def planning(self) -> bool:
         """Return whether plans are being made in the background."""
         return self._requests.under_way

@@ -70,11 +70,6 @@ class Recordings:
         return self._to_record > 0
 
     @property
-    def last(self) -> bool:
-        """Return whether the next iteration is the last of those that are recorded in a row."""
-        return self._to_record == 1
-
-    @property
     def traces(self) -> tuple[Trace, ...]:
         """Return one trace for each kind of iteration, the one recorded last at the end."""
         return tuple(kind.trace for kind in self._kinds)

@@ -140,7 +140,7 @@ class Mover:
             self._allocated_before = self.engine.compute.allocated()
         return True
 
-    def _new_recorder(self, *, held: bool = False) -> Recorder:
+    def _new_recorder(self, *, held: bool = True) -> Recorder:
         self.engine.used_up = 0
         meter = self.engine.meter = self.engine.compute.meter(held=held)
         return Recorder(
@@ -345,7 +345,7 @@ class Mover:
                 self._measures_room = False
                 self._expect_too_much()
             if self.learner.records_next:
-                self.recorder = self._new_recorder(held=self.learner.holds_device)
+                self.recorder = self._new_recorder()
             if changed:
                 self._adopt()
             if self.recorder is not None:
@@ -424,7 +424,7 @@ class Mover:
             self._begin()
             if self.recorder is not None:  # without a head start: to begin again may be the program's habit
                 self.recorder.abandon()  # whose meter has the clock of operators
-                self.recorder = self._new_recorder()
+                self.recorder = self._new_recorder(held=False)
 
     def record_no_more(self) -> None:
         """Stop recording this iteration."""

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.streams import Gap, Measures, OperatorClock, OperatorTimes, TimedEvent
+from torch_tiers.migrator.streams.hold import Hold
 from torch_tiers.migrator.streams.host_clock import HostClock
 
-HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
 NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
 
 
@@ -121,9 +121,9 @@ class CudaMeter:
         if operators is not None:
             stream, device, _ = compute.stream()
             self._operators = operators.begin(device, stream)
-        self._held = held
-        if held:
-            compute.hold_up(HOLD)  # before the iteration begins, so that it is no part of it
+        self._hold = Hold(compute, self.mark) if held else None
+        if self._hold is not None:
+            self._hold.begin()  # before the iteration begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
         self._host = HostClock(self._begin, compute.delayed)
@@ -152,8 +152,10 @@ class CudaMeter:
         self._others.append(self._stretch(resident))
         if self._operators is not None:
             self._operators.tick(self._compute.stream()[0])
-        if self._held and not capturing and self._ticks[-NEAR:][0].query():
-            tick = self._hold_back()
+        if self._hold is not None and not capturing and self._hold.is_due(self._ticks[-NEAR:][0]):
+            gap = self._hold.begin()
+            self._left_out.append(gap)
+            tick = gap[1]
         self._host.stretch_over(tick)
         self.depart()  # at the latest: who departs once more has the program go on from then
 
@@ -164,14 +166,6 @@ class CudaMeter:
     def depart(self) -> None:
         """Count host time as the program's again."""
         self._host.depart()
-
-    def _hold_back(self) -> TimedEvent:
-        """Hold the device, which has come near to the host, so that the host gets ahead again; when that is over."""
-        start = self.mark()
-        self._compute.hold_up(HOLD)
-        over = self.mark()
-        self._left_out.append((start, over))
-        return over
 
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then.

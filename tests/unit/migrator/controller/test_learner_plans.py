@@ -243,32 +243,17 @@ def test_several_iterations_are_recorded_before_the_first_plan_where_that_is_ask
     assert not learner.records_next
 
 
-def test_the_device_is_held_back_in_the_last_iteration_of_those_that_are_recorded_in_a_row() -> None:
-    learner, given = Learner(POLICIES["flashneuron"], TARGET, recordings=3), []
-    for _ in range(3):
-        given.append(learner.holds_device)
-        learner.iteration_over(TRACE, 0, whole=True, pressed=False, mispredicted=False)
-    assert given == [False, False, True]
-    unrecorded(learner, TARGET, mispredicted=True)
-    given.clear()
-    while learner.records_next:
-        given.append(learner.holds_device)
-        learner.iteration_over(TRACE, TARGET, whole=True, pressed=False, mispredicted=False)
-    assert given == [False] * (len(given) - 1) + [True]
-
-
 def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL), recordings=3)
     for _ in range(PATIENCE + 2):
         learner.iteration_over(MODEL, 0, whole=False, pressed=False, mispredicted=False)
     before = learner.plans
-    given, changed = [], []
+    changed = []
     unrecorded(learner, 0)
     for _ in range(3):
-        given.append(learner.holds_device)
         changed.append(learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False))
     assert before and learner.plans
-    assert (given, changed) == ([False, False, True], [False, False, True])
+    assert changed == [False, False, True]
 
 
 # ---------------------------------------------------------------------------------- plans that stay
