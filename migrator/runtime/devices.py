@@ -19,6 +19,7 @@ from torch_tiers.migrator.controller.background import in_background
 from torch_tiers.migrator.controller.feedback import SETTLED
 from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct
 from torch_tiers.migrator.offload.engine import Engine
@@ -32,8 +33,6 @@ from torch_tiers.migrator.streams.cuda import CudaCompute, CudaLane
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 
-FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
-LAYOUTS = 0.02  # the same of ours: layouts had up to 1.3% of the budget in DRAM, where a step takes twice as long
 MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
 RECORDINGS = 3  # of the first iterations on a GPU: in each the host is late somewhere
 

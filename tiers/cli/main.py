@@ -16,6 +16,7 @@ from torch_tiers.cli.plan import PlanVerb
 from torch_tiers.cli.probe import ProbeVerb
 from torch_tiers.cli.report import ReportVerb
 from torch_tiers.cli.run import RunVerb
+from torch_tiers.cli.suggest import SuggestVerb
 from torch_tiers.cli.top import TopVerb
 from torch_tiers.cli.verb import BAD_INPUT, Verb
 from torch_tiers.config_keys import nearest
@@ -27,6 +28,7 @@ VERBS: tuple[Verb, ...] = (
     ConfigVerb(),
     DoctorVerb(),
     ReportVerb(),
+    SuggestVerb(),
     TopVerb(),
     PlanVerb(),
     BenchVerb(),
@@ -40,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Run PyTorch programs in less GPU memory than they need.",
     )
     parser.add_argument("--version", action="version", version=f"torch-tiers {tiers.__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb in VERBS:
         text = inspect.getdoc(verb) or ""
         sub = verbs.add_parser(verb.name, help=text.splitlines()[0], description=text)
@@ -57,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in names:
         parser.error(f"no verb is called {words[0]!r}: it must be one of {', '.join(names)}{nearest(words[0], names)}")
     args = parser.parse_args(words)
+    if args.verb is None:
+        parser.print_help()
+        return 0
     try:
         code: int = args.do(args)
     except TiersError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch_tiers.migrator.model.fields import BadField
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
-from torch_tiers.planning import why
+from torch_tiers.planning import answer, why
 from torch_tiers.planning.stats import stats_from_json
 from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_iteration
 
@@ -52,10 +53,26 @@ class ReportVerb:
             ) from None
         account = _account(path.parent, stats)
         if args.json:
-            print_json(stats | {"why": why.to_json(account)} if isinstance(account, why.Why) else stats)
+            print_json(stats | (account.to_json() if isinstance(account, Account) else {}))
             return 0
-        print_tables([*render(stats), *(why.render(account) if isinstance(account, why.Why) else account)])
+        if not isinstance(account, Account):
+            print_tables([*render(stats), *account])
+            return 0
+        print_tables([*answer.render(account.answer), *render(stats), *why.render(account.why)])
+        print_tables([f"what other budgets would do: tiers suggest {path.parent}"])
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the last plan comes to: at one look, and in its parts."""
+
+    answer: answer.Answer
+    why: why.Why
+
+    def to_json(self) -> dict[str, Any]:
+        """Both as JSON."""
+        return {"answer": answer.to_json(self.answer), "why": why.to_json(self.why)}
 
 
 def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
@@ -77,8 +94,9 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     lanes = Table("lane", "moved", "per period", title="lanes", title_justify="left")
     moved_each, stalled_each = by_iteration(stats)
     for lane, moved in stats["moved"].items():
-        lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
-    yield lanes
+        if moved:
+            lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
+    yield lanes if lanes.rows else "nothing was moved"
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
         yield _wear(written, stats["step_s"])
     stalls = Table("waiting for", "count", "time", "per period", title="stalls", title_justify="left")
@@ -103,8 +121,8 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         yield from monitor["changes"]
 
 
-def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
-    """Why the steps took what they took, or what keeps that from being told: nothing where there was no plan."""
+def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
+    """What the last plan comes to, or what keeps that from being told: nothing where there was no plan."""
     if not (directory / PLAN).exists():
         return []
     try:
@@ -118,7 +136,8 @@ def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
         BadField,
     ) as error:  # of a trace of another version, or of a configuration, of which stats need nothing
         return [f"no account of the plan: {error}"]
-    return why.why(trace, plan, links, stats)
+    account = why.why(trace, plan, links, stats)
+    return Account(answer.answer(trace, links, stats, account), account)
 
 
 def _step(step: dict[str, Any]) -> str:

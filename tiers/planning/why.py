@@ -185,7 +185,6 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
         yield f"most of the difference is waiting for {stalled}: more hbm helps, or a faster link (tiers probe)"
     elif plan.recompute:
         yield "most of the difference is recomputing: more hbm helps, or a link that carries more (tiers probe)"
-    yield "what another budget would do: tiers plan RUN_DIR --budget SIZE"
 
 
 def _ms(seconds: float) -> str:

@@ -114,7 +114,17 @@ def test_a_value_that_is_not_accepted_is_called_as_it_was_typed(words, name, cap
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "top", "plan", "bench"]
+    assert [verb.name for verb in VERBS] == [
+        "probe",
+        "run",
+        "config",
+        "doctor",
+        "report",
+        "suggest",
+        "top",
+        "plan",
+        "bench",
+    ]
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])

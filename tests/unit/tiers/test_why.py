@@ -75,7 +75,6 @@ def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
     ("budget", "policy", "seconds", "hint"),
     [
         (6 * GiB, "move", None, "waiting for d2h"),
-        (11 * GiB, "superneurons", None, "another budget"),
         (40 * GiB, "keep", 1.0, "times what was predicted"),
         (40 * GiB, "keep", 1e-3, "the host was late in the first iterations"),
     ],

@@ -1,0 +1,85 @@
+"""The speed of a program over its budget, and the budget that is suggested."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.modelled import gpt
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.cli.main import main
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.model.plan import LAYOUTS
+from torch_tiers.planning.suggest import FAST, Offer, best, needs, offers
+
+MODEL = gpt(blocks=6)
+
+
+@pytest.fixture(scope="module")
+def made() -> list[Offer]:
+    return offers(MODEL, PCIE_GEN5, "auto", free=LAYOUTS)
+
+
+def test_with_all_that_it_needs_a_program_is_at_full_speed(made: list[Offer]) -> None:
+    assert made[0].share == 1
+    assert made[0].speed == pytest.approx(1, abs=0.01)
+
+
+def test_less_memory_never_makes_it_faster(made: list[Offer]) -> None:
+    speeds = [offer.speed for offer in made]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_run_of_that_budget_has_as_much_for_its_plans(made: list[Offer]) -> None:
+    needed = needs(MODEL, PCIE_GEN5)
+    for offer in made:
+        assert offer.budget * (1 - LAYOUTS) >= offer.share * needed
+
+
+def test_the_smallest_budget_is_suggested_that_costs_little(made: list[Offer]) -> None:
+    suggested = best(made)
+    assert suggested is not None
+    assert suggested.speed >= FAST * made[0].speed
+    assert all(offer.speed < FAST * made[0].speed for offer in made if offer.budget < suggested.budget)
+
+
+def test_of_a_program_that_is_slow_at_any_budget_some_is_suggested_all_the_same(made: list[Offer]) -> None:
+    slow = [offer for offer in made if offer.speed < FAST]
+    assert slow and best(slow) is not None
+
+
+def test_the_table_ends_with_the_first_budget_that_is_too_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "trace.json").write_text(MODEL.to_json())
+    assert main(["suggest", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("does not fit") == 1
+    assert out.count("suggested") == 2, "in its row, and below"
+    (command,) = [line for line in out.splitlines() if "TIERS_HBM=" in line]
+    told = json.loads(_json(tmp_path, capsys))
+    assert f"TIERS_HBM={told['suggested'] // 2**20}MiB" in command
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without room below HBM nothing can move, and this policy recomputes nothing."""
+    full = replace(MODEL, others=tuple(100 * GiB for _ in MODEL.others), recipes={})
+    (tmp_path / "trace.json").write_text(full.to_json())
+    assert main(["suggest", "--policy", "move", "--dram", "2MiB", str(tmp_path)]) == 1
+    assert "none of these budgets is enough" in capsys.readouterr().out
+
+
+def test_a_trace_without_times_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.json").write_text(replace(MODEL, times=(), seconds=0.0, clocks=None).to_json())
+    assert main(["suggest", str(tmp_path)]) == 2
+    assert "has no times" in capsys.readouterr().err
+
+
+def _json(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["suggest", "--json", str(directory)]) == 0
+    return capsys.readouterr().out
