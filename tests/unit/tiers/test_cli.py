@@ -114,17 +114,13 @@ def test_a_value_that_is_not_accepted_is_called_as_it_was_typed(words, name, cap
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == [
-        "probe",
-        "run",
-        "config",
-        "doctor",
-        "report",
-        "suggest",
-        "top",
-        "plan",
-        "bench",
-    ]
+    names = ["probe", "run", "config", "doctor", "report", "suggest", "top", "plan", "bench"]
+    assert [verb.name for verb in VERBS] == names
+
+
+def test_without_a_verb_it_prints_its_help(capsys):
+    assert main([]) == 0
+    assert "usage: tiers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
