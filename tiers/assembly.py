@@ -223,7 +223,7 @@ class Session:
         if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
             return
         with ExitStack() as ending:  # in reverse order, and with the others where one is interrupted
-            ending.callback(lambda: self._write_run(self.stats()))
+            ending.callback(self._conclude)
             if self._dram is not None:
                 ending.callback(self._dram.close)
                 if (pages := paging.installed()) is not None:
@@ -233,6 +233,20 @@ class Session:
             if self._monitor is not None:
                 ending.callback(self._monitor.close)
             ending.callback(self.runtime.close)
+
+    def _conclude(self) -> None:
+        """Write the run directory, and say what the run came to."""
+        stats = self.stats()
+        self._write_run(stats)
+        if self.runtime.learned is None or not log.isEnabledFor(logging.INFO):
+            return
+        from torch_tiers.planning import answer, why  # not before: tables take a while to import
+
+        (trace, plan), links = self.runtime.learned, self._links()
+        for line in answer.render(answer.answer(trace, links, stats, why.why(trace, plan, links, stats))):
+            log.info("%s", line)
+        if self._written:
+            log.info("more of it: tiers report %s", self._run)
 
     def _write_run(self, stats: dict[str, Any]) -> None:
         self._before_sigterm.clear()  # from here on it would write beside what is half written

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torch_tiers as tiers
+from tests.scenarios import perceptron, train
 from torch_tiers import paging, refusals
 from torch_tiers import session as made_of
 from torch_tiers.allocator.native.pytorch import adapter
@@ -100,6 +101,26 @@ def test_a_torch_that_was_not_tested_is_told_once(
     assert [record.message for record in caplog.records] == times * [
         f"torch {version} is newer than 2.13, the newest that torch-tiers was tested with"
     ]
+
+
+def test_at_its_end_it_says_what_the_program_needed_and_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    with (
+        caplog.at_level(logging.INFO, logger="tiers"),
+        tiers.session(hbm="8MiB", run=run, log="info", plan_cache=False),
+    ):
+        train(perceptron(torch.device("cpu")), torch.device("cpu"), steps=4)
+    *_, needs, slower, more = [record.getMessage() for record in caplog.records]
+    assert needs.startswith("the program needs ")
+    assert slower.startswith("it is ")
+    assert more == f"more of it: tiers report {run}"
+
+
+def test_a_session_in_which_nothing_trained_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tiers")
+    with tiers.session(allocator="torch", log="info"):
+        pass
+    assert not caplog.records
 
 
 def test_the_package_says_that_it_is_typed() -> None:
