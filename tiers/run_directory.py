@@ -13,6 +13,7 @@ from typing import Any
 
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.launcher import is_started_beside_others, processes
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.telemetry.timeline import Timeline
@@ -111,7 +112,7 @@ def write(
         _write(directory / STATS, told)
     if learned is not None:
         trace, plan = learned
-        _write(directory / TRACE, trace.to_json().encode() + b"\n")
+        _write(directory / TRACE, trace_json.write(trace).encode() + b"\n")
         _write(directory / PLAN, plan.to_json().encode() + b"\n")
     # Last, as it takes longest: who ends programs may not wait for it.
     _write(directory / TIMELINE, gzip.compress(timeline.to_json().encode(), compresslevel=6))

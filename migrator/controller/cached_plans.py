@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import field as value_of
 from torch_tiers.migrator.model.fields import finite, items, mapping, parse, record, text, whole
 from torch_tiers.migrator.model.links import BOUNDLESS, LANES, WORSE, Calls, Links
@@ -93,7 +94,7 @@ class CachedPlans:
         """Return one JSON object."""
         data = {
             "format": FORMAT,
-            "traces": [trace.to_json() for trace in self.traces],
+            "traces": [trace_json.write(trace) for trace in self.traces],
             "plans": [plan.to_json() for plan in self.plans],
             "corrections": asdict(self.corrections),
             "links": {lane: getattr(self.links, lane) for lane in LANES},
@@ -114,7 +115,7 @@ class CachedPlans:
         data = record(parse(content), "cached plans")
         if value_of(data, "format") != FORMAT:
             raise ValueError("it is of another version")
-        traces = items(value_of(data, "traces"), "traces", lambda one, at: Trace.from_json(text(one, at)), KINDS)
+        traces = items(value_of(data, "traces"), "traces", lambda one, at: trace_json.read(text(one, at)), KINDS)
         plans = items(value_of(data, "plans"), "plans", lambda one, at: Plan.from_json(text(one, at)), KINDS)
         if not traces or len(traces) != len(plans):
             raise ValueError("it has not one plan for each trace")

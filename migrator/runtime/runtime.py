@@ -8,11 +8,9 @@ start anything, and no CUDA context is made before the program makes it.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,22 +18,21 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import get_worker_info
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
-from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
+from torch_tiers.migrator.runtime.devices import Devices, has_tiers
 from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
-from torch_tiers.migrator.runtime.steps import StepTimes
+from torch_tiers.migrator.runtime.progress import Progress
+from torch_tiers.migrator.runtime.savers import Savers, may_switch_on
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
@@ -44,14 +41,7 @@ from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
 
-log = logging.getLogger("tiers")
-
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
-UNHEARD = 16  # steps of all optimizers together, after which an iteration should have ended
-
-
-class _Thread(threading.local):
-    saver: Saver | None = None
 
 
 class Runtime:
@@ -65,18 +55,12 @@ class Runtime:
         self._tensors: HookTensors | None = None
         self._recorder: Recorder | None = None
         self._counters = Counters(timeline=options.timeline)
-        self._steps = StepTimes()
         self._time = HostTimer()
-        self._unmanaged = 0
-        self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
+        self._progress = Progress(self._counters, self._devices)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors` and `_recorder`
-        # Guards the savers, to which threads add while others go through them. Reentrant: a signal's handler, which
-        # writes down what happened so far, comes in the middle of whatever the main thread is doing, this included.
-        self._listing = threading.RLock()
-        self._thread = _Thread()
-        self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
+        self._savers = Savers()
         self._models = Models(options.hbm)
         self._optimizers = Optimizers()
         self._allowance = Allowance()
@@ -101,9 +85,9 @@ class Runtime:
         self.closed = True
         self._allowance.close()
         entry.uninstall()
-        if self._thread.saver is not None:
-            self._thread.saver.end_iteration()
-        for saver in self._all_savers():
+        if self._savers.thread.saver is not None:
+            self._savers.thread.saver.end_iteration()
+        for saver in self._savers:
             for mover in saver.armed_movers:
                 mover.learner.finish()
             self._learned = self.learned
@@ -118,20 +102,17 @@ class Runtime:
         """Give up in a forked child process: the engine's threads, streams and files belong to the parent."""
         self.armed = False
         self._allowance.close()
-        if self._thread.saver is not None:
-            self._thread.saver.pop()
-            self._thread.saver.place.in_backward = False  # the shortcut, too, leaves to Python what a fork cannot have
-            self._thread.saver = None
+        self._savers.forked()
 
     def saver(self) -> Saver | None:
         """Return the hooks of this thread, if they are on."""
-        return self._thread.saver
+        return self._savers.thread.saver
 
     def enter(self, module: nn.Module) -> bool:
         """Take note that a forward begins in this thread; return whether `leave` is to be called when it ends."""
         # A model has hundreds of modules, and the device may be waiting for the host: within a forward, as most are
         # called, no function is called that could be spared.
-        began, saver = time.perf_counter(), self._thread.saver
+        began, saver = time.perf_counter(), self._savers.thread.saver
         if saver is None or saver.resting or not saver.modules.stack:
             return self._time.timed(self._enter, module)
         saver.enter(module)
@@ -139,7 +120,7 @@ class Runtime:
         return True
 
     def _enter(self, module: nn.Module) -> bool:
-        saver = self._thread.saver or self._arm()
+        saver = self._savers.thread.saver or self._arm()
         if saver is None:
             return False
         if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
@@ -154,24 +135,14 @@ class Runtime:
 
     def leave(self) -> None:
         """Take note that a forward ends in this thread, also when it raised."""
-        began, saver = time.perf_counter(), self._thread.saver
+        began, saver = time.perf_counter(), self._savers.thread.saver
         if saver is not None and not saver.resting:
             saver.leave()
             self._time.ours += time.perf_counter() - began
 
     def _arm(self) -> Saver | None:
-        if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
+        if not may_switch_on():
             return None
-        autograd: Any = torch._C._autograd
-        if not autograd._saved_tensors_hooks_is_enabled():
-            return None
-        top = autograd._top_saved_tensors_default_hooks(True)
-        if top is not None:
-            # Hooks form a stack. Pushed on top of somebody's, ours would be what his `with` block pops at its end.
-            stale = getattr(top[0], "__self__", None)
-            if not isinstance(stale, Saver):
-                return None
-            stale.pop()  # of a session that another thread ended, which could not do this
         with self._lock:
             if self._tensors is None:
                 try:
@@ -181,10 +152,7 @@ class Runtime:
                 self._recorder = self.options.recorder()
         called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
-        saver.push()
-        self._thread.saver = saver
-        with self._listing:
-            self._savers.add(saver)
+        self._savers.switch_on(saver)
         self.armed = True
         self.options.armed()
         return saver
@@ -212,17 +180,17 @@ class Runtime:
         self._optimizers.period_due = False
         # Else others are in the middle of their iterations; or this one's is not over: it stepped in backward.
         # And while hooks rest nobody asks for a peak.
-        if not saver.resting and self._is_alone and not saver.place.in_backward:
+        if not saver.resting and self._savers.is_alone and not saver.place.in_backward:
             for mover in saver.armed_movers:
                 mover.pass_by()
         pages = self.options.pages()
         if pages is None:
             return
-        if not self._steps.count:
+        if not self._progress.steps:
             pages.begin()
             return
         with nullcontext() if saver.resting else saver.untracked():
-            pages.period_over(alone=self._is_alone)
+            pages.period_over(alone=self._savers.is_alone)
         if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.armed_movers):
             self._wake(saver)
 
@@ -231,8 +199,8 @@ class Runtime:
         self._learned = self.learned
         self._advice.forget()
         if saver.wake():
-            self._happened("hbm was full")
-            if self._is_alone:
+            self._progress.happened("hbm was full")
+            if self._savers.is_alone:
                 for mover in saver.armed_movers:
                     mover.engine.compute.pass_by(counts=False)
 
@@ -259,15 +227,6 @@ class Runtime:
             self.options.refuse(error)
         raise error
 
-    @property
-    def _is_alone(self) -> bool:
-        """Return whether one thread trains; else others may be within their iterations when this one's ends."""
-        return len(self._savers) == 1
-
-    def _all_savers(self) -> list[Saver]:
-        with self._listing:
-            return list(self._savers)
-
     def _recount_static(self) -> None:
         """Count what lives as long as the program. Without a GPU no allocator does."""
         for shared in self._devices.opened.values():
@@ -277,8 +236,8 @@ class Runtime:
     # -------------------------------------------------------------------------- iterations and steps
 
     def _iteration_over(self, saver: Saver) -> None:
-        self._counters.iterations += 1
-        whole, saver.steps_before = saver.steps_before > 0, self._steps.count
+        self._progress.iteration()
+        whole, saver.steps_before = saver.steps_before > 0, self._progress.steps
         advice = self._advice.iteration_over(saver.armed_movers)
         changed = False
         host = (
@@ -287,12 +246,12 @@ class Runtime:
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
-            threads = max(1, sum(device in other.movers for other in self._all_savers()))
+            threads = max(1, sum(device in other.movers for other in self._savers))
             overflow = 0 if pages is None else pages.overflow(device) // threads
-            self._unmanaged = max(self._unmanaged, mover.unmanaged)
+            self._progress.unmanaged(mover.unmanaged)
             recorded = mover.recorder is not None
             if overflow:
-                self._happened("hbm was full", device=str(device), bytes=overflow)
+                self._progress.happened("hbm was full", device=str(device), bytes=overflow)
             try:
                 changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
                 changed |= advice is not None and mover.apply_advice(*advice)
@@ -300,7 +259,7 @@ class Runtime:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
             if mover.recorder is not None and not recorded:
-                self._happened("learns anew", device=str(device))
+                self._progress.happened("learns anew", device=str(device))
         movers = saver.armed_movers
         for mover in movers:
             if mover.pays_back():
@@ -309,30 +268,16 @@ class Runtime:
             self._tell_pages(pages, saver, new)
         if changed:
             if not self.closed:  # else they are never carried out
-                self._steps.planned()
-                self._counters.planned()
-                self._tell_plans(saver)
+                self._progress.planned(movers)
             saver.adopt(action for mover in movers for action in mover.actions())
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
-        now = self._optimizers.period_due and self._is_alone and not self.closed and not saver.capturing()
+        now = self._optimizers.period_due and self._savers.is_alone and not self.closed and not saver.capturing()
         with saver.untracked():  # no part of the next iteration, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
-
-    def _tell_plans(self, saver: Saver) -> None:
-        if self._counters.timeline is None:
-            return
-        for mover in saver.armed_movers:
-            for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
-                device = str(mover.engine.compute.device)
-                self._happened(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
-
-    def _happened(self, what: str, **more: object) -> None:
-        if self._counters.timeline is not None:
-            self._counters.timeline.happened(what, **more)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer begins a step."""
@@ -340,35 +285,27 @@ class Runtime:
 
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
         new = optimizer not in self._optimizers
-        if (new or self._steps.count < FIRST_STEPS) and (pages := self.options.pages()) is not None:
+        if (new or self._progress.steps < FIRST_STEPS) and (pages := self.options.pages()) is not None:
             pages.state(on)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer has made a step."""
         self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
-        self._rounds += leads
-        if leads and self._rounds == UNHEARD and not self._counters.iterations and self._devices.opened:
-            log.warning(
-                "%d steps were made, and no iteration has ended: nothing is planned. This happens if forwards run in "
-                "a new thread each time, or all under checkpoints of the program's own",
-                UNHEARD,
-            )
-        self._steps.step(now := time.perf_counter())
-        if self._counters.timeline is not None:
-            self._counters.timeline.step(self._steps.count, now)
-        if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
+        self._progress.step(leads=leads)
+        # Later only of new ones: there may be one for each parameter.
+        if self._progress.steps <= FIRST_STEPS or optimizer not in self._optimizers:
             self._optimizers.count(optimizer)
             self._recount_static()
         if torch._C._current_graph_task_id() != -1:  # a hook of backward's: there is more to come
             return
-        saver = self._thread.saver
+        saver = self._savers.thread.saver
         if saver is not None and saver.resting:
             saver.place.in_backward = False
             if leads:
-                self._counters.iterations += 1
+                self._progress.iteration()
                 self._advice.iteration_passed()
-                if self._is_alone:  # others ask for themselves what has flushed
+                if self._savers.is_alone:  # others ask for themselves what has flushed
                     for mover in saver.armed_movers:
                         mover.engine.compute.pressed()  # which counts it
         elif saver is not None:
@@ -380,39 +317,24 @@ class Runtime:
         """End the iteration at an optimizer's step, in a thread whose hooks are on."""
         saver.leave_all()
         saver.end_iteration(stepped=leads)
-        if self._optimizers.period_due and self._is_alone:
+        if self._optimizers.period_due and self._savers.is_alone:
             for mover in saver.armed_movers:
                 mover.engine.compute.pass_by(counts=True)
         saver.stepped()
-        if self._is_alone:  # of several threads one alone would see that HBM is full
+        if self._savers.is_alone:  # of several threads one alone would see that HBM is full
             saver.rest_if_idle()
             if saver.resting:
-                self._happened("hooks rest")
+                self._progress.happened("hooks rest")
 
     # ----------------------------------------------------------------------------------- numbers
 
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
         """Return the last trace and plan."""
-        learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
+        learners = [mover.learner for saver in self._savers for mover in saver.armed_movers]
         last = next((learner for learner in reversed(learners) if learner.plans), None)
         return self._learned if last is None else (replace(last.traces[-1], varies=last.varies), last.plans[-1])
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        counters, devices = self._counters, self._devices.opened.values()
-        return {
-            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
-            "budget_hbm": max((shared.budget for shared in devices), default=0),
-            "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
-            "beside_hbm": max((shared.beside for shared in devices), default=0),
-            "periods": counters.iterations,
-            "steps": self._steps.count,
-            "moved": dict(counters.moved),
-            "groups": counters.groups,
-            "flushes": counters.flushes,
-            "stalls": {cause: {"count": s.count, "seconds": s.seconds} for cause, s in counters.stalls.items()},
-            "settled": counters.settled(),
-            "unmanaged_bytes": self._unmanaged,
-            "step_s": self._steps.summary(),
-        }
+        return self._progress.numbers()

@@ -66,7 +66,7 @@ class Leaf:
     Attributes
     ----------
     storage, state : int
-        On the tape; see `torch_tiers.migrator.tape.tape`.
+        On the tape; see `torch_tiers.migrator.tape.operators`.
     nbytes : int
         Of the storage.
     device

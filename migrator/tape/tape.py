@@ -1,9 +1,4 @@
-"""A tape: the operators of one record, as plain data.
-
-A *value* is a tensor as an operator found it, or left it: a storage, what part of it, and the state that the storage
-was in. That state is the number of the operator that wrote it last. Where nothing on the tape did, or somebody wrote
-unseen, it is a negative number, another one each time: two values of one storage hold the same bytes if, and only if,
-their states are equal. A view is a value of its base's storage, in its base's state.
+"""A tape: the operators of one record, what autograd saved meanwhile, and where generators were, as plain data.
 
 Nothing here keeps a tensor of the program's, or its memory.
 """
@@ -21,164 +16,11 @@ from torch import Tensor
 
 from torch_tiers.migrator.tape import native
 from torch_tiers.migrator.tape.closure import Closure, Refused, Stops, closure
+from torch_tiers.migrator.tape.operators import Form, Operator, Step, Value
 
 _CALL = struct.Struct("=QQqIIIIIIIIIiBBHI")  # `Packed` of native/tape.cpp
 _USE = struct.Struct("=IIi")
 _NO_STORAGE = _NO_VERSION = 2**32 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What part of a storage a tensor is.
-
-    Attributes
-    ----------
-    offset : int or None
-        Bytes from its begin; None if the tensor has no strides, as nested ones.
-    sizes, strides : tuple of int, or None
-        In elements.
-    dtype, device
-        As the tensor has them.
-    bits : int
-        1 where it is conjugated, 2 where it is negated, once somebody reads it.
-    """
-
-    offset: int | None
-    sizes: tuple[int, ...] | None
-    strides: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: torch.device
-    bits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor at one moment.
-
-    Attributes
-    ----------
-    storage : int or None
-        Number of its storage on the tape. None for a tensor that has none that can be told: sparse ones, wrappers of
-        subclasses, a number that PyTorch made a tensor of, an undefined one.
-    state : int
-        The operator that wrote it last; negative if unknown, see above. Where it has no storage, 0.
-    version : int or None
-        What the tensor's version counter said; None for inference tensors.
-    form : Form or None
-        None where there is no storage.
-    """
-
-    storage: int | None
-    state: int
-    version: int | None
-    form: Form | None
-
-    @property
-    def producer(self) -> int | None:
-        """The number of the operator that wrote its bytes last; None if that is not known, or before the tape."""
-        return self.state if self.storage is not None and self.state >= 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What calls of an operator have in common, in one record and in all.
-
-    Attributes
-    ----------
-    number : int
-        Of this step, as long as the process lives.
-    name : str
-        ``aten::add.Tensor``.
-    arguments : tuple
-        In the schema's order; None where there is a tensor, or what cannot be kept.
-    places : tuple of (int, int)
-        For each input value its argument, and its place in a list (-1: it is in none).
-    inputs, outputs : tuple of Form or None
-        Of the values.
-    written : frozenset of int
-        Arguments whose bytes the operator changes.
-    random, collective : bool
-        Whether it may draw random numbers; whether other ranks take part.
-    whole : bool
-        Whether it can be called again with `arguments` and its values.
-    """
-
-    number: int
-    name: str
-    arguments: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]
-    inputs: tuple[Form | None, ...]
-    outputs: tuple[Form | None, ...]
-    written: frozenset[int]
-    random: bool
-    collective: bool
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One call.
-
-    Attributes
-    ----------
-    number : int
-        Its place on the tape: calls are in the order in which they began.
-    step : Step
-        What was called.
-    inputs, outputs : tuple of Value
-        As they were before, and after.
-    module : int
-        What `Recorder.enter` was given last.
-    thread : int
-        One number for each thread of the process that ever recorded.
-    graph_task : int or None
-        The backward that it ran in.
-    stream : int
-        Of the device that it ran on, as PyTorch numbers them; 0 is the default one.
-    waits : bool
-        Whether the host waits for the device in it, if it is one that computes by itself.
-    raised : bool
-        Whether it ended with an exception. Then it has no outputs.
-    begun, ran : int
-        When it came by, on `time.perf_counter_ns`'s clock, and for how long it ran then, in ns.
-    before, after : int
-        What of the host's time recording took, before it ran and after, in ns.
-    """
-
-    number: int
-    step: Step
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    module: int
-    thread: int
-    graph_task: int | None
-    stream: int
-    waits: bool
-    raised: bool
-    begun: int
-    ran: int
-    before: int
-    after: int
-
-    @property
-    def name(self) -> str:
-        """``aten::add.Tensor``."""
-        return self.step.name
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether it ran in a backward, or in what one recomputes."""
-        return self.graph_task is not None
-
-    @property
-    def writes(self) -> tuple[Value, ...]:
-        """The inputs whose bytes it changed."""
-        written = self.step.written
-        return tuple(
-            value
-            for value, (argument, _) in zip(self.inputs, self.step.places, strict=True)
-            if argument in written and value.storage is not None
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +103,15 @@ class Tape:
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
         """In the order in which they began."""
-        values = self._values
-        return tuple(self._operators(values))
+        return tuple(self._operators())
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """What was called, each once."""
-        return tuple(_step(*parts) for parts in self._contents[8])
+        return tuple(
+            Step(number, name, tuple(args), tuple(places), _forms(inputs), _forms(outputs), frozenset(written), *how)
+            for number, name, args, places, inputs, outputs, written, *how in self._contents[8]
+        )
 
     @cached_property
     def storages(self) -> tuple[int, ...]:
@@ -321,12 +165,8 @@ class Tape:
         """Whether the program, or autograd, still has it."""
         return self._recorder.is_alive(self._record, storage)
 
-    @cached_property
-    def _values(self) -> list[tuple[int, int, int]]:
-        return list(_USE.iter_unpack(self._contents[6]))
-
-    def _operators(self, uses: list[tuple[int, int, int]]) -> Iterator[Operator]:
-        steps = self.steps
+    def _operators(self) -> Iterator[Operator]:
+        steps, uses = self.steps, list(_USE.iter_unpack(self._contents[6]))
         calls = _CALL.iter_unpack(self._contents[5])
         for number, (begun, ran, stream, before, after, step, *rest) in enumerate(calls):
             inputs, inputs_count, outputs, outputs_count, module, thread, graph_task, waits, raised, *_ = rest
@@ -367,27 +207,5 @@ def _form(parts: tuple[Any, ...] | None) -> Form | None:
     return None if parts is None else Form(*parts)
 
 
-def _step(
-    number: int,
-    name: str,
-    arguments: list[Any],
-    places: list[tuple[int, int]],
-    inputs: list[tuple[Any, ...] | None],
-    outputs: list[tuple[Any, ...] | None],
-    written: list[int],
-    random: bool,
-    collective: bool,
-    whole: bool,
-) -> Step:
-    return Step(
-        number,
-        name,
-        tuple(arguments),
-        tuple(places),
-        tuple(map(_form, inputs)),
-        tuple(map(_form, outputs)),
-        frozenset(written),
-        random,
-        collective,
-        whole,
-    )
+def _forms(values: list[tuple[Any, ...] | None]) -> tuple[Form | None, ...]:
+    return tuple(map(_form, values))

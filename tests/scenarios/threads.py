@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
-from torch_tiers.migrator.runtime import runtime
+from torch_tiers.migrator.runtime import progress
 
 
 def _in_a_thread(work: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -98,8 +98,8 @@ def forward_in_one_thread_backward_in_another(device: torch.device) -> None:
 def a_new_thread_for_each_forward_is_said_to_have_no_plan(device: torch.device) -> None:
     model = perceptron(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with moving(room=0) as session, mock.patch.object(runtime.log, "warning") as warning:
-        for i in range(runtime.UNHEARD):
+    with moving(room=0) as session, mock.patch.object(progress.log, "warning") as warning:
+        for i in range(progress.UNHEARD):
             (loss,) = _in_a_thread(lambda i=i: [model(batch(device, i)).square().mean()])  # type: ignore[misc]
             loss.backward()
             optimizer.step()

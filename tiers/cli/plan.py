@@ -9,8 +9,8 @@ from torch_tiers.allocator.sizes import parse_size
 from torch_tiers.cli.run_files import known_below, known_links, read_json
 from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables
 from torch_tiers.config_keys import RATE, nearest
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import LANES
-from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import MODULES
 from torch_tiers.run_directory import TRACE
 
@@ -76,7 +76,7 @@ class PlanVerb:
         if args.plot:
             check(args.plot, force=args.force)
         file = args.trace if args.trace.suffix in (".json", ".gz") else args.trace / TRACE
-        trace = read_json(file, Trace.from_json)
+        trace = read_json(file, trace_json.read)
         below, dram = known_below(args.dram)
         has_disk = below is not None and dram is not None and below > dram
         links = known_links(args.links, disk=has_disk, below=below, dram=dram)

@@ -15,9 +15,9 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.cli.run_files import known_links, read_json
 from torch_tiers.cli.verb import CliError, print_json, print_tables
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import BadField
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.planning import answer, why
 from torch_tiers.planning.stats import stats_from_json
@@ -127,7 +127,7 @@ def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
         return []
     try:
         plan = read_json(directory / PLAN, Plan.from_json)
-        trace = read_json(directory / TRACE, Trace.from_json)
+        trace = read_json(directory / TRACE, trace_json.read)
         check_match(plan, trace)
         direct = bool(stats["moved"].get("gds_write"))  # which those of earlier versions do not tell of
         links = known_links({}, disk=bool(stats["budget"]["nvme"]), direct=direct)

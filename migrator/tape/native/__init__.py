@@ -31,6 +31,8 @@ _HEADERS = (
     "recorder.h",
     "replay.h",
     "search.h",
+    "states.h",
+    "steps.h",
     "unset.h",
     "watch.h",
 )

@@ -100,6 +100,26 @@ struct Closure {
   uint64_t signature = 0;
 };
 
+// Equal for closures that run the same steps on the same forms, with the same slots.
+uint64_t signature_of(const Closure &closure) {
+  uint64_t hash = closure.calls.size();
+  for (const Called &call : closure.calls) {
+    hash = mix(hash, call.step->number);
+    hash = mix(hash, uint64_t(call.writes_count) << 32 | uint64_t(call.grad) << 31 | call.fresh_count);
+  }
+  for (const int32_t slot : closure.wires) hash = mix(hash, uint64_t(slot));
+  for (size_t leaf = 0; leaf < closure.leaves.size(); ++leaf) {
+    const c10::Device device = closure.leaves[leaf].device;
+    hash = mix(hash, uint64_t(closure.leaf_slots[leaf]));
+    hash = mix(hash, closure.leaves[leaf].nbytes);
+    for (const char byte : closure.leaves[leaf].constant) hash = mix(hash, uint8_t(byte) + 1u);
+    hash = mix(hash, uint64_t(uint8_t(device.type())) << 8 | uint8_t(device.index()));
+  }
+  for (const Target &target : closure.targets) hash = mix(hash, uint64_t(target.slot));
+  for (const uint64_t word : closure.words) hash = mix(hash, word);
+  return mix(hash, uint64_t(closure.threads) << 32 | closure.settings);
+}
+
 struct Refused {
   std::string reason;
 };

@@ -6,10 +6,11 @@
 
 #include <atomic>
 #include <ctime>
-#include <deque>
 #include <mutex>
 
 #include "search.h"
+#include "states.h"
+#include "steps.h"
 
 // Its header takes fifteen seconds to compile.
 namespace torch::autograd {
@@ -54,13 +55,13 @@ class Recorder {
     std::lock_guard lock(mutex_);
     if (recording) return false;
     record_ = std::make_unique<Record>();
-    record_->calls.reserve(known_.size() + known_.size() / 8);
+    record_->calls.reserve(steps_.before() + steps_.before() / 8);
     record_->uses.reserve(uses_before_ + uses_before_ / 8);
     record_->thread = thread_ = this_thread();
-    pending_.clear();
+    states_.begin(*record_);
+    steps_.begin();
     record_->began = now();
     with_states_ = with_states;
-    cursor_ = 0;
     module = 0;
     record_->number = ++number_;
     recording = true;
@@ -71,16 +72,12 @@ class Recorder {
     std::lock_guard lock(mutex_);
     if (!record_) return nullptr;
     recording = false;
-    settle([](const Pending &) { return true; });
+    states_.settle_all();
     auto record = std::move(record_);
-    known_.clear();
-    for (Call &call : record->calls) {
-      if (!call.step) record->broken = "an operator was under way when it ended";
-      known_.push_back(call.step);
-    }
+    steps_.end(record->calls);
     uses_before_ = record->uses.size();
+    record->known = steps_.repeated();
     record->structure = structure_of(*record);
-    sweep();
     return record;
   }
 
@@ -137,7 +134,7 @@ class Recorder {
     } catch (...) {
       record_->broken = "an operator's results could not be read";
     }
-    if (cursor_ < known_.size()) __builtin_prefetch(known_[cursor_].get());  // what is likely to come next
+    __builtin_prefetch(steps_.likely());
     Call &call = record_->calls[open.call];
     call.ran = ran - open.before;
     call.after = uint32_t(now() - ran);
@@ -147,13 +144,12 @@ class Recorder {
   std::optional<Use> saved(const at::Tensor &tensor) {
     std::lock_guard lock(mutex_);
     if (!record_ || !tensor.defined()) return std::nullopt;
-    settle_own();
+    states_.settle_of(this_thread());
     Scratch &scratch = scratch_of_thread();
     if (scratch.busy) return std::nullopt;
     scratch.clear();
     c10::StorageImpl *storage = write_tensor(scratch, tensor);
-    Use use{kNoStorage, kNoVersion, 0};
-    if (storage) use = look(*tensor.unsafeGetTensorImpl(), storage, false);
+    const Use use = states_.look(tensor, storage);
     record_->saves.push_back(
         {uint32_t(record_->calls.size()), use, uint32_t(record_->save_words.size()), uint32_t(scratch.words.size())});
     record_->save_words.insert(record_->save_words.end(), scratch.words.begin(), scratch.words.end());
@@ -169,11 +165,12 @@ class Recorder {
   void unseen(const at::Tensor *tensor) {
     std::lock_guard lock(mutex_);
     if (!record_) return;
-    settle_own();
+    states_.settle_of(this_thread());
     const c10::StorageImpl *storage = tensor && tensor->defined() ? storage_of(*tensor) : nullptr;
     watches().was_written(storage);
     for (uint32_t index = 0; index < record_->storages.all().size(); ++index)
-      if (!tensor || record_->storages[index].storage._unsafe_get_target() == storage) is_foreign(index);
+      if (!tensor || record_->storages[index].storage._unsafe_get_target() == storage)
+        states_.was_written_unseen(index);
   }
 
   // Values that somebody promises to have, of this record.
@@ -188,10 +185,10 @@ class Recorder {
   std::optional<Use> promise(Stops &stops, const at::Tensor &tensor) {
     std::lock_guard lock(mutex_);
     if (!record_ || stops.record != number_ || scratch_of_thread().busy) return std::nullopt;
-    settle_own();
+    states_.settle_of(this_thread());
     c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
     if (!storage) return std::nullopt;
-    const Use use = look(*tensor.unsafeGetTensorImpl(), storage, false);
+    const Use use = states_.look(tensor, storage);
     stops.keys.put(key_of(use.storage, use.state), 0);
     return use;
   }
@@ -204,15 +201,13 @@ class Recorder {
     Scratch &scratch = scratch_of_thread();
     if (!record_ || scratch.busy || !is_of_record()) return Refused{"nothing is recorded here"};
     if (stops && stops->record != number_) return Refused{"what is promised is of another record"};
-    settle_own();
-    Search search(*record_, stops, [this](uint32_t storage) {
-      return std::none_of(pending_.begin(), pending_.end(), [&](const auto &each) { return each.storage == storage; });
-    });
+    states_.settle_of(this_thread());
+    Search search(*record_, stops, [this](uint32_t storage) { return states_.is_settled(storage); });
     for (const at::Tensor &target : targets) {
       scratch.clear();
       c10::StorageImpl *storage = write_tensor(scratch, target);
       if (!search.wants(scratch.words)) return Refused{"it has no strides, or no bytes of its own"};
-      search.add(look(*target.unsafeGetTensorImpl(), storage, false), scratch.words);
+      search.add(states_.look(target, storage), scratch.words);
     }
     return search(relative);
   }
@@ -232,26 +227,15 @@ class Recorder {
   // How many steps are known, and the bytes that these take.
   std::pair<size_t, size_t> steps() {
     std::lock_guard lock(mutex_);
-    size_t bytes = 0;
-    for (const auto &[hash, step] : steps_)
-      bytes += sizeof(Step) + 64 + step->words.capacity() * sizeof(uint64_t) +
-               step->places.capacity() * sizeof(step->places[0]) + step->arguments.capacity() * sizeof(c10::IValue);
-    return {steps_.size(), bytes};
+    return steps_.sizes();
   }
 
  private:
-  // A version that is counted up once what we stand in the middle of is over.
-  struct Pending {
-    c10::VariableVersion version;
-    uint32_t storage, call, thread;
-    bool any;
-  };
-
   // ------------------------------------------------------------------------------------- before it runs
 
   bool write_inputs(const c10::OperatorHandle &op, const torch::jit::Stack &stack, Scratch &scratch, Open &open) {
-    if (!pending_.empty()) settle_own();
-    const Step *likely = cursor_ < known_.size() ? known_[cursor_].get() : nullptr;
+    states_.settle_of(this_thread());
+    const Step *likely = steps_.likely();
     open.effects = likely && likely->name == &op.operator_name() && Table::holds(*likely->effects, op) ? likely->effects
                                                                                                        : &table_.of(op);
     const Effects &effects = *open.effects;
@@ -277,11 +261,10 @@ class Recorder {
     if (value.isTensor()) {
       const at::Tensor &tensor = value.toTensor();
       c10::StorageImpl *storage = write_tensor(scratch, tensor);
-      Use use{kNoStorage, kNoVersion, 0};
+      const bool written = storage && effects.is_written(arguments, index);
+      const Use use = states_.look(tensor, storage, written && effects.counts_versions);
       if (storage) {
         const c10::TensorImpl &impl = *tensor.unsafeGetTensorImpl();
-        const bool written = effects.is_written(arguments, index);
-        use = look(impl, storage, written && effects.counts_versions);
         if (written && impl.version_counter().enabled())
           scratch.written.push_back({impl.version_counter(), use.storage});
         if (element >= 0) {
@@ -293,9 +276,7 @@ class Recorder {
     } else if (value.isStorage()) {
       c10::StorageImpl *storage = value.toStorage().unsafeGetStorageImpl();
       scratch.words.push_back(head(kOpaque));
-      uint32_t found = record_->storages.find(storage);
-      if (found == Storages::kNone) found = add(storage, {}, kNoVersion, --record_->foreign);
-      place(scratch, {found, kNoVersion, record_->storages[found].state}, index, element);
+      place(scratch, states_.look(storage), index, element);
     } else {
       int32_t count = 0;
       write_other(scratch, value, [&](const c10::IValue &each) {
@@ -316,7 +297,7 @@ class Recorder {
     open.call = uint32_t(record_->calls.size());
     open.record = number_;
     if (effects.random) note_random(scratch, effects, stack, open.call);
-    call.step = find_step(scratch, effects, stack);
+    call.step = steps_.find(scratch, effects, stack);
     call.begun = open.entered;
     call.stream = scratch.stream;
     call.inputs = uses;
@@ -381,232 +362,27 @@ class Recorder {
     Call &call = record_->calls[open.call];
     call.raised = raised;
     call.outputs = uint32_t(record_->uses.size());
-    if (effects.writes) note_writes(scratch, effects, call, open.call, raised);
+    if (effects.writes) states_.note_writes(scratch, call, open.call);
     if (!raised) {
       const c10::IValue *results = stack.data() + (stack.size() - effects.returns);
-      for (size_t index = 0; index < effects.returns; ++index)
-        write_output(scratch, effects, call, results[index], open);
+      for (size_t index = 0; index < effects.returns; ++index) write_output(scratch, call, results[index], open);
     }
     call.outputs_count = uint32_t(record_->uses.size()) - call.outputs;
-    finish_step(scratch, call);
+    steps_.finish(scratch, call);
   }
 
-  void note_writes(Scratch &scratch, const Effects &effects, const Call &call, uint32_t number, bool raised) {
-    for (size_t index = 0; index < scratch.places.size(); ++index) {
-      const Use &use = record_->uses[call.inputs + index];
-      if (!effects.is_written(call.step->arguments.data(), scratch.places[index].first) || use.storage == kNoStorage)
-        continue;
-      Stored &stored = record_->storages[use.storage];
-      stored.state = raised ? --record_->foreign : int32_t(number);
-      if (const auto alive = stored.storage.lock()) stored.nbytes = alive->nbytes();
-    }
-    for (auto &[version, storage] : scratch.written) {
-      seen(storage, version) = version.current_version();
-      pending_.push_back({std::move(version), storage, number, this_thread(), effects.counts_versions});
-    }
-    scratch.written.clear();
-  }
-
-  void write_output(Scratch &scratch, const Effects &effects, const Call &call, const c10::IValue &value,
-                    const Open &open) {
+  void write_output(Scratch &scratch, const Call &call, const c10::IValue &value, const Open &open) {
     if (value.isTensor()) {
       const at::Tensor &tensor = value.toTensor();
       c10::StorageImpl *storage = write_tensor(scratch, tensor);
-      Use use{kNoStorage, kNoVersion, 0};
-      if (storage) use = made(*tensor.unsafeGetTensorImpl(), storage, scratch, effects, call, open.call);
-      record_->uses.push_back(use);
+      record_->uses.push_back(states_.made(tensor, storage, scratch, call, open.call));
     } else if (value.isList()) {
       const auto list = value.toListRef();
       scratch.words.push_back(head(kList, list.size()));
-      for (const c10::IValue &each : list) write_output(scratch, effects, call, each, open);
+      for (const c10::IValue &each : list) write_output(scratch, call, each, open);
     } else {
       scratch.words.push_back(head(kNothing));  // a number that was computed
     }
-  }
-
-  Use made(const c10::TensorImpl &impl, c10::StorageImpl *storage, const Scratch &scratch, const Effects &effects,
-           const Call &call, uint32_t number) {
-    const uint32_t index = record_->storages.find(storage), version = version_of(impl);
-    if (index == Storages::kNone) {
-      const uint32_t added = add(storage, impl.version_counter(), version, int32_t(number));
-      return {added, version, int32_t(number)};
-    }
-    const Use *input = nullptr;
-    for (size_t each = 0; each < scratch.places.size() && !input; ++each)
-      if (record_->uses[call.inputs + each].storage == index) input = &record_->uses[call.inputs + each];
-    Stored &stored = record_->storages[index];
-    if (effects.moves_the_tensor && stored.nbytes != storage->nbytes()) {  // it was resized
-      stored.nbytes = storage->nbytes();
-      stored.state = int32_t(number);
-    }
-    if (effects.moves_the_tensor && impl.version_counter().enabled()) {
-      seen(index, impl.version_counter()) = version;
-      pending_.push_back({impl.version_counter(), index, number, this_thread(), false});
-      return {index, version, stored.state};
-    }
-    // A view counts versions with its base, but not before we are through.
-    if (input) return {index, input->version, stored.state};
-    stored.state = int32_t(number);
-    stored.nbytes = storage->nbytes();
-    seen(index, impl.version_counter()) = version;
-    return {index, version, stored.state};
-  }
-
-  // ------------------------------------------------------------------------------------- steps
-
-  StepPointer find_step(Scratch &scratch, const Effects &effects, const torch::jit::Stack &stack) {
-    const Words &words = scratch.words;
-    const auto has_these = [&](const Step &step) {
-      return step.inputs == words.size() && std::memcmp(step.words.data(), words.data(), words.size() * 8) == 0;
-    };
-    if (cursor_ < known_.size() && has_these(*known_[cursor_])) {
-      ++record_->known;
-      return known_[cursor_++];
-    }
-    const uint64_t hash = hash_of(words, words.size());
-    const auto [first, last] = steps_.equal_range(hash);
-    for (auto it = first; it != last; ++it) {
-      if (!has_these(*it->second)) continue;
-      constexpr size_t kAhead = 32;  // operators left out or put in, after which the rest is the same again
-      for (size_t at = cursor_; at < std::min(cursor_ + kAhead, known_.size()); ++at)
-        if (known_[at] == it->second) {
-          cursor_ = at + 1;
-          break;
-        }
-      return it->second;
-    }
-    auto step = std::make_shared<Step>();
-    step->effects = &effects;
-    step->name = scratch.name;
-    step->inputs = words.size();
-    step->words = words;
-    step->places = scratch.places;
-    step->whole = scratch.whole;
-    step->arguments.reserve(effects.arguments);
-    for (size_t index = 0; index < effects.arguments; ++index)
-      step->arguments.push_back(without_tensors(stack[stack.size() - effects.arguments + index]));
-    scratch.fresh = step;
-    return step;
-  }
-
-  void finish_step(Scratch &scratch, Call &call) {
-    const Words &words = scratch.words;
-    if (!scratch.fresh) {
-      if (call.step->words == words) return;
-      // The same inputs, and other results.
-      const auto [first, last] = steps_.equal_range(hash_of(words, call.step->inputs));
-      for (auto it = first; it != last; ++it)
-        if (it->second->words == words) {
-          call.step = it->second;
-          return;
-        }
-      scratch.fresh = std::make_shared<Step>(*call.step);
-    }
-    Step &step = *scratch.fresh;
-    step.number = steps_made_++;
-    step.words = words;
-    step.words.shrink_to_fit();
-    step.shape = shape_of(step);
-    call.step = scratch.fresh;
-    steps_.emplace(hash_of(words, step.inputs), std::move(scratch.fresh));
-    scratch.fresh.reset();
-  }
-
-  // Forget steps that neither this record nor a tape has, once they are many.
-  void sweep() {
-    if (steps_.size() < 2 * swept_ + 1024) return;
-    std::erase_if(steps_, [](const auto &each) { return each.second.use_count() == 1; });
-    swept_ = steps_.size();
-  }
-
-  static uint64_t structure_of(const Record &record) {
-    uint64_t hash = record.calls.size();
-    for (size_t number = 0; number < record.calls.size(); ++number) {
-      const Call &call = record.calls[number];
-      if (!call.step) continue;
-      hash = mix(hash, call.step->shape);
-      for (size_t index = 0; index < call.step->places.size(); ++index) {
-        const int32_t state = record.uses[call.inputs + index].state;
-        hash = mix(hash, state >= 0 ? number - uint64_t(state) : 0);
-      }
-    }
-    return hash;
-  }
-
-  // ------------------------------------------------------------------------------------- storages
-
-  uint32_t add(c10::StorageImpl *storage, const c10::VariableVersion &counter, uint32_t version, int32_t state) {
-    auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
-    return record_->storages.add({c10::weak_intrusive_ptr<c10::StorageImpl>(strong), Counter(counter), version, state,
-                                  storage->nbytes(), false});
-  }
-
-  // The version that was seen last of one counter. A storage that is an alias of another has its own, which begins at
-  // 0.
-  uint32_t &seen(uint32_t index, const c10::VariableVersion &version) {
-    const void *counter = counter_of(version);
-    Stored &stored = record_->storages[index];
-    if (stored.counter == counter) return stored.seen;
-    stored.has_others = true;
-    auto &others = record_->storages.others[index];
-    for (Other &other : others)
-      if (other.counter == counter) return other.seen;
-    constexpr size_t kMost = 8;
-    if (others.size() == kMost) others.erase(others.begin());
-    others.push_back({Counter(version), 0});
-    return others.back().seen;
-  }
-
-  int32_t is_foreign(uint32_t index) { return record_->storages[index].state = --record_->foreign; }
-
-  // A tensor as an operator finds it. `counted_before`: its version has been counted up for that operator already.
-  Use look(const c10::TensorImpl &impl, c10::StorageImpl *storage, bool counted_before) {
-    const uint32_t version = version_of(impl);
-    const c10::VariableVersion &counter = impl.version_counter();
-    uint32_t index = record_->storages.find(storage);
-    if (index == Storages::kNone) {
-      index = add(storage, counter, version, --record_->foreign);
-      return {index, version, record_->foreign};
-    }
-    if (version != kNoVersion && version != seen(index, counter)) {
-      if (!pending_.empty()) settle([&](const Pending &each) { return each.storage == index; });
-      uint32_t &before = seen(index, counter);
-      if (version != before && !(counted_before && version == before + 1)) is_foreign(index);
-      before = version;
-    }
-    Stored &stored = record_->storages[index];
-    if (stored.nbytes != storage->nbytes()) {
-      stored.nbytes = storage->nbytes();
-      is_foreign(index);
-    }
-    return {index, version, stored.state};
-  }
-
-  template <typename Which>
-  void settle(Which &&which) {
-    for (size_t index = 0; index < pending_.size();) {
-      Pending &pending = pending_[index];
-      if (!which(pending)) {
-        ++index;
-        continue;
-      }
-      uint32_t &before = seen(pending.storage, pending.version);
-      const uint32_t version = pending.version.current_version();
-      if (version != before && version != before + 1 && !pending.any) is_foreign(pending.storage);
-      before = version;
-      const Call &call = record_->calls[pending.call];
-      for (uint32_t each = 0; each < call.outputs_count; ++each) {
-        Use &use = record_->uses[call.outputs + each];
-        if (use.storage == pending.storage && use.version != kNoVersion) use.version = version;
-      }
-      pending = std::move(pending_.back());
-      pending_.pop_back();
-    }
-  }
-
-  void settle_own() {
-    const uint32_t thread = this_thread();
-    settle([&](const Pending &pending) { return pending.thread == thread; });
   }
 
   std::mutex mutex_;
@@ -615,12 +391,9 @@ class Recorder {
   uint64_t number_ = 0;
   bool with_states_ = false;
   Table table_;
-  std::unordered_multimap<uint64_t, StepPointer> steps_;  // by what they are called with
-  uint64_t steps_made_ = 0;
-  size_t swept_ = 0;
-  std::vector<StepPointer> known_;  // of the record before
-  size_t cursor_ = 0, uses_before_ = 0;
-  std::vector<Pending> pending_;
+  States states_;
+  Steps steps_;
+  size_t uses_before_ = 0;
 };
 
 }  // namespace

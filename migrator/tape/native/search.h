@@ -170,7 +170,6 @@ class Search {
 
   void visit(uint32_t number) {
     const Call &call = record_.calls[number];
-    if (!call.step) throw Refused{"an operator could not be read"};
     const Recipe &recipe = recipe_of(*call.step);
     if (!recipe.refusal.empty()) refuse(call, recipe.refusal);
     if (call.raised) refuse(call, "it raised");
@@ -321,7 +320,6 @@ class Search {
 
   void finish();
   void hold(Leaf &leaf, Watched &watched) const;
-  uint64_t signature() const;
 
   struct Met {
     int32_t slot;
@@ -382,7 +380,7 @@ void Search::finish() {
     made.leaf_slots.push_back(each.slot);
     hold(leaf, made.watch->all[made.leaves.size() - 1]);
   }
-  made.signature = signature();
+  made.signature = signature_of(made);
 }
 
 // Products, for one, are computed otherwise where memory begins otherwise. More than allocators promise is chance.
@@ -428,26 +426,6 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     if (leaf.constant.size() == leaf.nbytes) return;
   }
   throw Lost{made_->leaf_slots.back(), is_gone ? "what it is made of is gone" : "what it is made of was written since"};
-}
-
-uint64_t Search::signature() const {
-  const Closure &made = *made_;
-  uint64_t hash = made.calls.size();
-  for (const Called &call : made.calls) {
-    hash = mix(hash, call.step->number);
-    hash = mix(hash, uint64_t(call.writes_count) << 32 | uint64_t(call.grad) << 31 | call.fresh_count);
-  }
-  for (const int32_t slot : made.wires) hash = mix(hash, uint64_t(slot));
-  for (size_t leaf = 0; leaf < made.leaves.size(); ++leaf) {
-    const c10::Device device = made.leaves[leaf].device;
-    hash = mix(hash, uint64_t(made.leaf_slots[leaf]));
-    hash = mix(hash, made.leaves[leaf].nbytes);
-    for (const char byte : made.leaves[leaf].constant) hash = mix(hash, uint8_t(byte) + 1u);
-    hash = mix(hash, uint64_t(uint8_t(device.type())) << 8 | uint8_t(device.index()));
-  }
-  for (const Target &target : made.targets) hash = mix(hash, uint64_t(target.slot));
-  for (const uint64_t word : made.words) hash = mix(hash, word);
-  return mix(hash, uint64_t(made.threads) << 32 | made.settings);
 }
 
 }  // namespace

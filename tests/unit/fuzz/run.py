@@ -31,6 +31,7 @@ from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
 from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ENV
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.printable import printable
@@ -89,7 +90,7 @@ def configs(place: Path, rng: Random) -> str:
 def traces(place: Path, rng: Random) -> str:
     """A trace that `tiers plan` is given."""
     good = rng.choice((MODEL, CHAIN))
-    data = json.loads(good.to_json())
+    data = json.loads(trace_json.write(good))
     content = mutate.written(_odd_trace(data, rng) if rng.random() < 0.5 else _other(data, rng), rng)
     packed = rng.random() < 0.2
     file = place / ("trace.json.gz" if packed else "trace.json")
@@ -106,7 +107,7 @@ def traces(place: Path, rng: Random) -> str:
 def reports(place: Path, rng: Random) -> str:
     """What `tiers report` reads: numbers, plan and trace."""
     files: dict[str, Any] = {"stats.json": STATS, "plan.json": json.loads(rng.choice(PLANS).to_json())}
-    files["trace.json"] = json.loads(MODEL.to_json())
+    files["trace.json"] = json.loads(trace_json.write(MODEL))
     hostile = rng.choice(sorted(files))
     for name, data in files.items():
         content = mutate.written(_other(data, rng), rng) if name == hostile else json.dumps(data).encode()

@@ -23,6 +23,7 @@ from torch_tiers.cli import doctor as doctor_verb
 from torch_tiers.cli.main import VERBS, main
 from torch_tiers.config import Config, DramConfig, HbmConfig, NvmeConfig
 from torch_tiers.doctor import Finding, TorchFacts, examine
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import links_from
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.monitor.sensors import Choice
@@ -318,7 +319,7 @@ def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
 def test_report_does_without_what_accounts_for_the_plan(tmp_path, capsys, monkeypatch):
     trace = gpt(blocks=2)
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
-    (tmp_path / "trace.json").write_text(trace.to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(trace))
     (tmp_path / "plan.json").write_text(POLICIES["move"](trace, 40 * GiB, links_from({}, disk=False)).to_json())
     assert main(["report", str(tmp_path / "stats.json")]) == 0  # the file will do as well as its directory
     assert "an iteration, as it was predicted" in capsys.readouterr().out

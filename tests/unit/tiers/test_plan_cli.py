@@ -12,6 +12,7 @@ from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
 from torch_tiers.migrator.policies import MODULES
 
@@ -26,7 +27,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     file = tmp_path / "trace.json"
-    file.write_text(MODEL.to_json())
+    file.write_text(trace_json.write(MODEL))
     return file
 
 
@@ -132,7 +133,7 @@ def test_a_plan_that_moves_more_than_dram_holds_does_not_fit(trace: Path, capsys
     text = output(capsys, *words, "--dram", "8GiB", code=1)
     assert "into 12.0 GiB of hbm and 8.0 GiB below it" in text
     assert "8.1 GiB, over" in text
-    trace.write_text(replace(MODEL, recipes={}).to_json())  # so that only moves free anything
+    trace.write_text(trace_json.write(replace(MODEL, recipes={})))  # so that only moves free anything
     data = json.loads(output(capsys, trace, "--budget", "12GiB", "--dram", "1GiB", "--json", code=1))
     assert not data["policies"]["auto"]["fits"]
 
@@ -208,13 +209,13 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_of_several_processes_one_is_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("rank10", "rank2"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "trace.json").write_text(MODEL.to_json())
+        (tmp_path / name / "trace.json").write_text(trace_json.write(MODEL))
     assert main(["plan", str(tmp_path), "--budget", "40GiB"]) == 2
     assert f"name one of {tmp_path}/rank2, {tmp_path}/rank10" in capsys.readouterr().err
 
 
 def test_a_trace_without_times_tells_of_memory_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "trace.json").write_text(chain([40 * MiB] * 20).to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(chain([40 * MiB] * 20)))
     text = output(capsys, tmp_path, "--budget", "800MiB", "--policy", "keep,flashneuron", "--explain", "layer3:0")
     assert "memory only" in text
     data = json.loads(output(capsys, tmp_path, "--budget", "800MiB", "--policy", "flashneuron", "--json"))
@@ -225,7 +226,7 @@ def test_a_trace_without_times_tells_of_memory_only(tmp_path: Path, capsys: pyte
 def test_a_plot_is_drawn_and_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], timed: bool) -> None:
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "trace.json", tmp_path / "plan.svg"
-    file.write_text((MODEL if timed else replace(MODEL, times=(), others=())).to_json())
+    file.write_text(trace_json.write(MODEL if timed else replace(MODEL, times=(), others=())))
     output(capsys, file, "--budget", "12GiB", "--policy", "auto,keep", "--plot", picture, code=0)
     assert "<svg" in picture.read_text()
     assert main(["plan", str(file), "--budget", "12GiB", "--plot", str(picture)]) == 2
@@ -272,6 +273,6 @@ def test_a_run_directory_that_is_not_there_is_told_from_a_trace(
 def test_where_sizes_change_its_times_are_said_to_be_uncertain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], varies: bool
 ) -> None:
-    (tmp_path / "trace.json").write_text(replace(MODEL, varies=varies).to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(replace(MODEL, varies=varies)))
     text = output(capsys, tmp_path, "--budget", "40GiB", "--policy", "keep", code=0)
     assert ("its times are uncertain" in " ".join(text.split())) == varies

@@ -19,9 +19,9 @@ from torch_tiers.cli import run_files
 from torch_tiers.cli.main import main
 from torch_tiers.cli.run_files import read_json
 from torch_tiers.cli.verb import CliError
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.planning.stats import stats_from_json
@@ -95,7 +95,7 @@ def test_what_a_run_writes_is_taken(tmp_path: Path, program: str, policy: str) -
             step(number)
     read_json(tmp_path / "run/stats.json", stats_from_json)
     plan = read_json(tmp_path / "run/plan.json", Plan.from_json)
-    check_match(plan, read_json(tmp_path / "run/trace.json", Trace.from_json))
+    check_match(plan, read_json(tmp_path / "run/trace.json", trace_json.read))
     assert policy == "auto" or plan.groups
 
 
@@ -129,6 +129,6 @@ def test_a_plan_of_another_run_costs_the_account_only(tmp_path: Path, capsys: py
     plan = POLICIES["auto"](gpt(blocks=6), 12 * GiB, PCIE_GEN5)
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
     (tmp_path / "plan.json").write_text(plan.to_json())
-    (tmp_path / "trace.json").write_text(gpt(blocks=1).to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(gpt(blocks=1)))
     assert main(["report", str(tmp_path)]) == 0
     assert "no account of the plan: " in capsys.readouterr().out

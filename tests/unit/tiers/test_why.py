@@ -15,6 +15,7 @@ from tests.unit.tiers.test_cli import STATS
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
 from torch_tiers.migrator.model.plan import Plan
@@ -109,7 +110,7 @@ def test_a_trace_without_times_is_told_by_bytes_alone() -> None:
 
 def test_the_report_accounts_for_the_plan_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
-    (tmp_path / "trace.json").write_text(MODEL.to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(MODEL))
     (tmp_path / "plan.json").write_text(planned(11 * GiB).to_json())
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.modelled import gpt
 from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import BadField, parse
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.migrator.policies import POLICIES
 
@@ -79,7 +79,7 @@ def recipe_of_itself(data: Any) -> None:
 )
 def test_a_trace_that_no_run_writes_is_refused_by_its_field(change: Change, message: str) -> None:
     with pytest.raises(BadField, match=message):
-        Trace.from_json(changed(TRACE.to_json(), change))
+        trace_json.read(changed(trace_json.write(TRACE), change))
 
 
 def test_a_trace_of_recipes_in_a_circle_is_refused() -> None:
@@ -88,7 +88,7 @@ def test_a_trace_of_recipes_in_a_circle_is_refused() -> None:
         first["inputs"], second["inputs"] = [int(other)], [int(one)]
 
     with pytest.raises(BadField, match="make it from itself"):
-        Trace.from_json(changed(TRACE.to_json(), change))
+        trace_json.read(changed(trace_json.write(TRACE), change))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_is_nested_too_deeply_is_refused(opening: str) -> None:
 @pytest.mark.parametrize("name", ["1.5", "", "x", "9" * 30, "--1"])
 def test_a_storage_has_a_number(name: str) -> None:
     with pytest.raises(BadField, match="no number of a storage"):
-        Trace.from_json(changed(TRACE.to_json(), lambda data: data["held"].update({name: 1})))
+        trace_json.read(changed(trace_json.write(TRACE), lambda data: data["held"].update({name: 1})))
 
 
 def test_every_plan_of_ours_passes() -> None:

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import json
-
-import pytest
 from hypothesis import given
 
 from tests.unit.traces import chain, traces
 from torch_tiers.allocator.layout.lifetimes import Lifetime
-from torch_tiers.migrator.model.trace import FORMAT, KEPT, Site, Trace
+from torch_tiers.migrator.model.trace import KEPT, Site, Trace
 
 
 def test_sites_on_one_storage_are_one_lifetime() -> None:
@@ -33,25 +30,8 @@ def test_shared_storages_count_once(trace: Trace) -> None:
     assert trace.saved_bytes == sum({site.storage: site.nbytes for site in trace.sites}.values())
 
 
-@given(traces())
-def test_json_keeps_everything(trace: Trace) -> None:
-    assert Trace.from_json(trace.to_json()) == trace
-
-
-def test_json_keeps_the_kind_of_module() -> None:
-    trace = Trace((Site("conv:0", 0, 64, 0, (1,), "Conv2d"),), positions=2)
-    assert Trace.from_json(trace.to_json()) == trace
-
-
 def test_a_kind_that_was_not_recorded_is_empty() -> None:
     assert Site("a:0", 0, 64, 0, ()).kind == ""
-
-
-@pytest.mark.parametrize("header", [{"format": FORMAT + 1}, {}])
-def test_another_format_is_refused(header: dict[str, int]) -> None:
-    text = json.dumps({**header, "positions": 0, "sites": []})
-    with pytest.raises(ValueError, match="record it again"):
-        Trace.from_json(text)
 
 
 def test_an_operation_holds_what_it_saves_until_it_has_computed() -> None:

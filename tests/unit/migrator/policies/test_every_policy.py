@@ -13,6 +13,7 @@ from tests.unit.quick import quickest
 from tests.unit.samples import SAMPLES
 from tests.unit.traces import chain, programs, traces
 from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Recipe, Trace
@@ -130,7 +131,7 @@ def test_every_plan_is_sound(name: str, trace: Trace, budget: int, links: Links)
 @settings(max_examples=15)
 @given(trace=programs(), budget=BUDGETS, links=LINKS)
 def test_a_plan_is_the_same_for_the_same_trace(name: str, trace: Trace, budget: int, links: Links) -> None:
-    again = Trace.from_json(trace.to_json())
+    again = trace_json.read(trace_json.write(trace))
     assert planned(name, again, budget, links).to_json() == planned(name, trace, budget, links).to_json()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.samples import SAMPLES
 from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -38,7 +39,7 @@ OTHERS = sorted({*POLICIES} - {"auto", "autotm", "swapadvisor"})  # these two ta
 
 @cache
 def recorded(name: str) -> Trace:
-    return Trace.from_json(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()).decode())
+    return trace_json.read(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()).decode())
 
 
 @cache

@@ -11,7 +11,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_tiers.migrator.tape.tape import Operator, Tape
+from torch_tiers.migrator.tape.operators import Operator
+from torch_tiers.migrator.tape.tape import Tape
 
 SEES_INTO_MODES = TorchVersion(torch.__version__) >= "2.12"
 """Whether operators come by that a dispatch mode calls, or a subclass with one of its own."""

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_tiers.migrator.tape.operators import Operator
 from torch_tiers.migrator.tape.recorder import Recorder
-from torch_tiers.migrator.tape.tape import Operator, Tape
+from torch_tiers.migrator.tape.tape import Tape
 
 
 def end(recorder: Recorder) -> Tape:

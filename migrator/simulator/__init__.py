@@ -6,14 +6,12 @@ waits for the copy, and what the program itself holds lies there for as long as 
 group was used for the last time whose copy is still under way: the lane reads memory that is free by then. From
 the first use on, groups come back in the order of needs, as soon as their in-trigger and the limit allow, behind
 whatever the stream was given before. What is needed while it is away stalls compute. What is recomputed takes its
-time at the position at which it is needed. While a lane is busy, compute is a little slower.
-Two clocks run, `migrator.model.clocks`: moves and recomputations cost the host calls, which cost the step where it
-waits for the host. Pure functions on plain data.
+time at the position at which it is needed. Two clocks run, `migrator.model.clocks`: moves and recomputations cost the
+host calls, which cost the step where it waits for the host. Pure functions on plain data.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +21,14 @@ import numpy as np
 
 from torch_tiers.allocator.sizes import PAGE, round_up
 from torch_tiers.migrator.model.clocks import Clocks
-from torch_tiers.migrator.model.links import LANES, OPPOSITE, STAGED, Links
+from torch_tiers.migrator.model.links import STAGED, Links
 from torch_tiers.migrator.model.plan import READ_AHEAD, PageGroup, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import Effect, Work, effect
 from torch_tiers.migrator.planner.intervals import Bytes, durations
-from torch_tiers.migrator.planner.schedule import Span, limits_by_position, spans_of
+from torch_tiers.migrator.planner.schedule import limits_by_position, spans_of
+from torch_tiers.migrator.simulator.group import Group, past_dram
+from torch_tiers.migrator.simulator.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,41 +108,15 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
     return _Step(trace, links, plan, outcome).run()
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    planned: PageGroup
-    span: Span
-    way_out: tuple[str, ...]  # lanes, in the order in which they are travelled
-    way_back: tuple[str, ...]
-    lasting: Sequence[tuple[int, int]]  # what the program holds of it: until which stretch, and how many bytes
-    offload_begins: float = 0.0
-    out: float = -1.0  # when the copy out ends; negative before it began
-    written: float = 0.0  # when it is on disk
-    read: float = -1.0  # when it is in DRAM again, should it come back through it; negative before it was asked for
-    begins: float = 0.0
-    home: float = -1.0  # when the copy back ends; negative before it began
-    away: bool = False  # HBM was released
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether it goes on to NVMe from DRAM, and comes back through it."""
-        return len(self.way_back) > 1
-
-    @property
-    def is_in_dram(self) -> bool:
-        """Whether it stays in DRAM while it is away."""
-        return self.way_out == ("d2h",)
-
-
 @dataclass(slots=True)
 class _Events:
     """What happens at one position, besides time passing."""
 
     enter: int = 0
     leave: int = 0
-    complete: list[_Group] = field(default_factory=list)
-    need: list[_Group] = field(default_factory=list)
-    done: list[_Group] = field(default_factory=list)
+    complete: list[Group] = field(default_factory=list)
+    need: list[Group] = field(default_factory=list)
+    done: list[Group] = field(default_factory=list)
 
 
 class _Step:
@@ -150,26 +124,19 @@ class _Step:
         self.trace, self.links, self.plan, self.outcome = trace, links, plan, outcome
         self.clocks = trace.clocks or Clocks(durations(trace).tolist(), [0.0] * (trace.positions + 1))
         self.hooks = self._hooks()  # seconds for which they keep the host in each stretch
-        self.host = -trace.lead  # until when the host has issued
+        self.machine = Machine(links, trace.lead)
         self.held = {held.holders[0].key: held for held in outcome.held.values()}
-        self.now = 0.0
         self.resident = 0
-        self.free = dict.fromkeys(LANES, 0.0)  # when each lane is free
-        self.busy = dict.fromkeys(LANES, 0.0)
-        self.stalls = dict.fromkeys(LANES, 0.0)
         self.recomputing = 0.0
-        self.slowed = 0.0
-        self.leaving: deque[_Group] = deque()
-        self.order: deque[_Group] = deque()
+        self.leaving: deque[Group] = deque()
+        self.order: deque[Group] = deque()
         self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
         spans = spans_of(plan, outcome)
         past = past_dram(plan.groups, links.dram) if links.disk_write else frozenset[int]()
         self.groups = [
-            _Group(group, span, *(STAGED if number in past else links.ways(group.tier)), self._lasting(group))
+            Group(group, span, *(STAGED if number in past else links.ways(group.tier)), self._lasting(group))
             for number, (group, span) in enumerate(zip(plan.groups, spans, strict=True))
         ]
-        self.slower = (("d2h", links.costs.d2h), ("h2d", links.costs.h2d))
-        self.shared = min(1.0, links.both / (links.d2h + links.h2d))
 
     def run(self) -> Simulated:
         trace = self.trace
@@ -179,7 +146,7 @@ class _Step:
         work = self.outcome.work
         resident = [0] * (trace.positions + 1)
         clock = [0.0] * trace.positions
-        ended: Sequence[_Group] = ()  # groups that the position before this one used for the last time
+        ended: Sequence[Group] = ()  # groups that the position before this one used for the last time
         for position in range(trace.positions):
             self._stretch(position)
             self._outlast(ended)
@@ -207,7 +174,7 @@ class _Step:
             elif self.order:
                 self._prefetch(limit, position)
             resident[position + 1] = self.resident + departed
-            clock[position] = self.now
+            clock[position] = self.machine.now
         self._stretch(trace.positions)
         self._outlast(ended)
         return self._result(np.array(resident, dtype=np.int64), np.array(clock))
@@ -256,75 +223,37 @@ class _Step:
         uses = (site.uses[0] for site in self.trace.sites if site.uses)
         return min(uses, default=self.trace.positions)
 
-    # ---------------------------------------------------------------------------------- compute and lanes
+    # ---------------------------------------------------------------------------------- compute
 
     def _stretch(self, number: int) -> None:
         """The program goes on to the next position."""
-        clocks = self.clocks
-        self._issue_and_compute(clocks.host[number] + self.hooks[number], clocks.device[number])
+        clocks, machine = self.clocks, self.machine
+        machine.compute(clocks.host[number] + self.hooks[number], clocks.device[number])
         if clocks.joins and number in clocks.joins:
-            self.host = self.now
+            machine.host = machine.now
 
     def _again(self, work: Work) -> None:
         """Recompute."""
-        begin = self.now
+        begin = self.machine.now
         self.calls += work.host
-        self._issue_and_compute(work.host, work.seconds)
-        self.recomputing += self.now - begin
-
-    def _issue_and_compute(self, issuing: float, busy: float) -> None:
-        """Have the host issue for some seconds what the device computes for some; it is slower while lanes are busy."""
-        begin = self.now if self.now > self.host else self.host  # a search comes here often, and `max` takes longer
-        now = begin
-        self.host += issuing
-        for lane, slower in self.slower:
-            if (beside := self.free[lane] - begin) > 0:
-                more = slower * (busy if busy < beside else beside)
-                now += more
-                self.slowed += more
-        now += busy
-        self.now = now if now > self.host else self.host
-
-    def _call(self, seconds: float) -> None:
-        """Have the host do something of ours, which only the step's clock tells of where it has none of its own."""
-        if self.trace.clocks is None:
-            self.now += seconds
-        self.host += seconds
-        self.calls += seconds
-
-    def _wait(self, until: float, lane: str) -> None:
-        if until > self.now:
-            self.stalls[lane] += until - self.now
-            self.now = until
-
-    def _copy(self, lane: str, nbytes: int, after: float) -> tuple[float, float]:
-        """Queue a transfer on a lane; when it begins and ends."""
-        start = max(after, self.free[lane])
-        seconds = self.links.latency + nbytes / getattr(self.links, lane)
-        opposite = OPPOSITE.get(lane)
-        if opposite is not None and self.free[opposite] > start:
-            # Of what both lanes are busy for, only a part is done that each would do alone.
-            together = min(seconds, (self.free[opposite] - start) * self.shared)
-            seconds += together / self.shared - together
-        self.free[lane] = start + seconds
-        self.busy[lane] += seconds
-        return start, start + seconds
+        self.machine.compute(work.host, work.seconds)
+        self.recomputing += self.machine.now - begin
 
     # ------------------------------------------------------------------------------------- out and back
 
-    def _offload(self, group: _Group) -> None:
-        self._call(self.links.calls.group)
-        first, *onward = group.way_out
-        group.offload_begins, group.out = self._copy(first, group.planned.nbytes, self.now)
-        group.written = group.out
-        for lane in onward:
-            _, group.written = self._copy(lane, group.planned.nbytes, group.written)
+    def _offload(self, group: Group) -> None:
+        machine, seconds = self.machine, self.links.calls.group
+        if self.trace.clocks is None:  # the host has no clock of its own: the step's tells of what it does
+            machine.now += seconds
+        machine.host += seconds
+        self.calls += seconds
+        group.leave(machine)
         self.leaving.append(group)
 
     def _relieve(self, limit: int, position: int) -> None:
         while self.resident > limit and self.leaving:
             group = self.leaving.popleft()
-            self._wait(group.out, group.way_out[0])
+            self.machine.wait(group.out, group.way_out[0])
             group.away = True
             self.resident -= group.planned.nbytes
             for end, nbytes in group.lasting:
@@ -335,37 +264,33 @@ class _Step:
     def _prefetch(self, limit: int, position: int) -> None:
         if any(group.is_staged for group in islice(self.order, READ_AHEAD)):
             for group in islice(self.order, READ_AHEAD):
-                self._read(group)
+                group.read_ahead(self.machine)
         while self.order:
             group = self.order[0]
             if group.away and group.home < 0:
                 too_early = group.planned.bring_at is not None and position < group.planned.bring_at
-                if too_early or self.resident + group.planned.nbytes > limit or group.read > self.now:
+                if too_early or self.resident + group.planned.nbytes > limit or group.read > self.machine.now:
                     return
                 self._bring(group)
             self.order.popleft()
 
-    def _read(self, group: _Group) -> None:
-        if group.is_staged and group.away and group.read < 0:
-            _, group.read = self._copy(group.way_back[0], group.planned.nbytes, max(self.now, group.written))
-
-    def _bring(self, group: _Group) -> None:
-        group.begins, group.home = self._copy(group.way_back[-1], group.planned.nbytes, max(self.now, group.out))
+    def _bring(self, group: Group) -> None:
+        group.come_back(self.machine)
         self.resident += group.planned.nbytes
 
-    def _fetch(self, group: _Group) -> None:
+    def _fetch(self, group: Group) -> None:
         """Have a group in HBM, now."""
         if not group.away:
             if group in self.leaving:  # it is in use, and its memory nobody else's: it stays until its last use
                 self.leaving.remove(group)
             return
         if group.home < 0:
-            self._read(group)
-            self._wait(group.read, group.way_back[0])
+            group.read_ahead(self.machine)
+            self.machine.wait(group.read, group.way_back[0])
             self._bring(group)
-        self._wait(group.home, group.way_back[-1])
+        self.machine.wait(group.home, group.way_back[-1])
 
-    def _outlast(self, ended: Sequence[_Group]) -> None:
+    def _outlast(self, ended: Sequence[Group]) -> None:
         """Wait for the copies of groups that were used for the last time and have not left.
 
         The engine hears of a group's death when it is next called, which is here or a little later; and lanes of a host
@@ -373,7 +298,7 @@ class _Step:
         """
         for group in ended:
             if not group.away:
-                self._wait(group.out, group.way_out[0])
+                self.machine.wait(group.out, group.way_out[0])
 
     def _result(self, resident: Bytes, clock: np.ndarray) -> Simulated:
         others = np.array(self.trace.others, dtype=np.int64) if self.trace.others else 0
@@ -381,15 +306,15 @@ class _Step:
         hbm: Bytes = resident + self.outcome.again + others + lingering
         stored_groups = [(group.is_in_dram, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
         return Simulated(
-            seconds=max(self.now, self.host + self.trace.lead),
+            seconds=max(self.machine.now, self.machine.host + self.trace.lead),
             ideal=self.trace.seconds,
             recomputing=self.recomputing,
-            slowed=self.slowed,
+            slowed=self.machine.slowed,
             issuing=sum(self.clocks.host[1:]),
             calls=self.calls,
             operators=self.operators,
-            stalls=self.stalls,
-            busy=self.busy,
+            stalls=self.machine.stalls,
+            busy=self.machine.busy,
             peak={
                 "hbm": int(hbm.max()),
                 "dram": sum(nbytes for in_dram, nbytes in stored_groups if in_dram),
@@ -400,17 +325,3 @@ class _Step:
             clock=clock,
             moves=tuple((g.offload_begins, max(g.out, 0.0), g.begins, max(g.home, 0.0)) for g in self.groups),
         )
-
-
-def past_dram(groups: Sequence[PageGroup], holds: int) -> frozenset[int]:
-    """Numbers of the groups that go on to NVMe, as DRAM holds only so many bytes: those needed never, or last."""
-    nbytes = {n: round_up(group.nbytes, PAGE) for n, group in enumerate(groups) if group.tier != "nvme"}
-    excess = sum(nbytes.values()) - holds
-    past = []
-    needed = {n: math.inf if (use := groups[n].first_use) is None else use for n in nbytes}
-    for number in sorted(nbytes, key=lambda n: -needed[n]):
-        if excess <= 0:
-            break
-        past.append(number)
-        excess -= nbytes[number]
-    return frozenset(past)

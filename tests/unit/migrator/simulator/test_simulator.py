@@ -18,7 +18,8 @@ from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
-from torch_tiers.migrator.simulator import Simulated, past_dram, simulate
+from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.simulator.group import past_dram
 
 FREE = Costs(d2h=0.0, h2d=0.0)
 NO_CALLS = Calls(0.0, 0.0, 0.0)

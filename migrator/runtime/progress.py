@@ -1,0 +1,95 @@
+"""What a program has come to so far: iterations, steps and plans, for `stats.json` and the timeline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from torch_tiers.migrator.controller.planned import PlannedIteration
+from torch_tiers.migrator.runtime.devices import Devices, name_of
+from torch_tiers.migrator.runtime.steps import StepTimes
+from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.telemetry.counters import Counters
+
+log = logging.getLogger("tiers")
+
+UNHEARD = 16  # steps of all optimizers together, after which an iteration should have ended
+
+
+class Progress:
+    """Counts iterations and steps.
+
+    Parameters
+    ----------
+    counters : Counters
+        What the lanes and engines count; its iterations are counted here.
+    devices : Devices
+        Those that are in use.
+    """
+
+    def __init__(self, counters: Counters, devices: Devices) -> None:
+        self._counters, self._devices = counters, devices
+        self._times = StepTimes()
+        self._rounds = 0  # steps of all optimizers together
+        self._unmanaged = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._times.count
+
+    def happened(self, what: str, **more: object) -> None:
+        """Tell the timeline, if there is one."""
+        if self._counters.timeline is not None:
+            self._counters.timeline.happened(what, **more)
+
+    def iteration(self) -> None:
+        """An iteration is over."""
+        self._counters.iterations += 1
+
+    def unmanaged(self, nbytes: int) -> None:
+        """So many bytes were needed by the backward of an iteration, and no hook was told of them."""
+        self._unmanaged = max(self._unmanaged, nbytes)
+
+    def planned(self, movers: Iterable[Mover]) -> None:
+        """These have new plans."""
+        self._times.planned()
+        self._counters.planned()
+        for mover in movers if self._counters.timeline is not None else ():
+            for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
+                device = str(mover.engine.compute.device)
+                self.happened(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
+
+    def step(self, *, leads: bool) -> None:
+        """An optimizer has made a step, and it may be the one that leads."""
+        self._rounds += leads
+        if leads and self._rounds == UNHEARD and not self._counters.iterations and self._devices.opened:
+            log.warning(
+                "%d steps were made, and no iteration has ended: nothing is planned. This happens if forwards run in "
+                "a new thread each time, or all under checkpoints of the program's own",
+                UNHEARD,
+            )
+        self._times.step(now := time.perf_counter())
+        if self._counters.timeline is not None:
+            self._counters.timeline.step(self.steps, now)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
+        counters, devices = self._counters, self._devices.opened.values()
+        return {
+            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
+            "budget_hbm": max((shared.budget for shared in devices), default=0),
+            "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
+            "beside_hbm": max((shared.beside for shared in devices), default=0),
+            "periods": counters.iterations,
+            "steps": self.steps,
+            "moved": dict(counters.moved),
+            "groups": counters.groups,
+            "flushes": counters.flushes,
+            "stalls": {cause: {"count": s.count, "seconds": s.seconds} for cause, s in counters.stalls.items()},
+            "settled": counters.settled(),
+            "unmanaged_bytes": self._unmanaged,
+            "step_s": self._times.summary(),
+        }

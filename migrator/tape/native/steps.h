@@ -1,0 +1,121 @@
+// The steps of all records, each kept once. A record mostly repeats those of the one before, in the same order.
+#pragma once
+
+#include "forms.h"
+
+namespace {
+
+// Under the recorder's lock.
+class Steps {
+ public:
+  void begin() { cursor_ = repeated_ = 0; }
+
+  // What the next call is, if the record goes on as the one before; none after its end.
+  const Step *likely() const { return cursor_ < before_.size() ? before_[cursor_].get() : nullptr; }
+
+  // How many steps the record before had; how many of this one's followed in the same order.
+  size_t before() const { return before_.size(); }
+  uint64_t repeated() const { return repeated_; }
+
+  // The step of a call that is about to run: one with the same inputs, or a new one.
+  StepPointer find(Scratch &scratch, const Effects &effects, const torch::jit::Stack &stack) {
+    const Words &words = scratch.words;
+    const auto has_these = [&](const Step &step) {
+      return step.inputs == words.size() && std::memcmp(step.words.data(), words.data(), words.size() * 8) == 0;
+    };
+    if (cursor_ < before_.size() && has_these(*before_[cursor_])) {
+      ++repeated_;
+      return before_[cursor_++];
+    }
+    const uint64_t hash = hash_of(words, words.size());
+    const auto [first, last] = all_.equal_range(hash);
+    for (auto it = first; it != last; ++it) {
+      if (!has_these(*it->second)) continue;
+      constexpr size_t kAhead = 32;  // operators left out or put in, after which the rest is the same again
+      for (size_t at = cursor_; at < std::min(cursor_ + kAhead, before_.size()); ++at)
+        if (before_[at] == it->second) {
+          cursor_ = at + 1;
+          break;
+        }
+      return it->second;
+    }
+    auto step = std::make_shared<Step>();
+    step->effects = &effects;
+    step->name = scratch.name;
+    step->inputs = words.size();
+    step->words = words;
+    step->places = scratch.places;
+    step->whole = scratch.whole;
+    step->arguments.reserve(effects.arguments);
+    for (size_t index = 0; index < effects.arguments; ++index)
+      step->arguments.push_back(without_tensors(stack[stack.size() - effects.arguments + index]));
+    scratch.fresh = step;
+    return step;
+  }
+
+  // It has run, and what it returned is known, too.
+  void finish(Scratch &scratch, Call &call) {
+    const Words &words = scratch.words;
+    if (!scratch.fresh) {
+      if (call.step->words == words) return;
+      // The same inputs, and other results.
+      const auto [first, last] = all_.equal_range(hash_of(words, call.step->inputs));
+      for (auto it = first; it != last; ++it)
+        if (it->second->words == words) {
+          call.step = it->second;
+          return;
+        }
+      scratch.fresh = std::make_shared<Step>(*call.step);
+    }
+    Step &step = *scratch.fresh;
+    step.number = made_++;
+    step.words = words;
+    step.words.shrink_to_fit();
+    step.shape = shape_of(step);
+    call.step = scratch.fresh;
+    all_.emplace(hash_of(words, step.inputs), std::move(scratch.fresh));
+    scratch.fresh.reset();
+  }
+
+  // The record is over. Steps that neither it nor a tape has are forgotten, once they are many.
+  void end(const std::vector<Call> &calls) {
+    before_.clear();
+    for (const Call &call : calls) before_.push_back(call.step);
+    if (all_.size() < 2 * swept_ + 1024) return;
+    std::erase_if(all_, [](const auto &each) { return each.second.use_count() == 1; });
+    swept_ = all_.size();
+  }
+
+  // How many there are, and the bytes that these take.
+  std::pair<size_t, size_t> sizes() const {
+    size_t bytes = 0;
+    for (const auto &[hash, step] : all_)
+      bytes += sizeof(Step) + 64 + step->words.capacity() * sizeof(uint64_t) +
+               step->places.capacity() * sizeof(step->places[0]) + step->arguments.capacity() * sizeof(c10::IValue);
+    return {all_.size(), bytes};
+  }
+
+ private:
+  std::unordered_multimap<uint64_t, StepPointer> all_;  // by what they are called with
+  uint64_t made_ = 0;
+  size_t swept_ = 0;
+  std::vector<StepPointer> before_;  // of the record before
+  size_t cursor_ = 0;                // the one among these that is likely to come next
+  uint64_t repeated_ = 0;
+};
+
+// A hash of steps, and of how they hang together.
+uint64_t structure_of(const Record &record) {
+  uint64_t hash = record.calls.size();
+  for (size_t number = 0; number < record.calls.size(); ++number) {
+    const Call &call = record.calls[number];
+    hash = mix(hash, call.step->shape);
+    for (size_t index = 0; index < call.step->places.size(); ++index) {
+      const int32_t state = record.uses[call.inputs + index].state;
+      hash = mix(hash, state >= 0 ? number - uint64_t(state) : 0);
+    }
+  }
+  return hash;
+}
+
+}  // namespace
