@@ -8,8 +8,8 @@ from pathlib import Path
 from torch_tiers.allocator.sizes import parse_size
 from torch_tiers.cli.run_files import known_below, known_links, read_json
 from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.plan import LAYOUTS
-from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import MODULES
 from torch_tiers.run_directory import TRACE
 
@@ -40,7 +40,7 @@ class SuggestVerb:
         from torch_tiers.planning.suggest import best, needs, offers, render, to_json
 
         file = args.trace if args.trace.suffix in (".json", ".gz") else args.trace / TRACE
-        trace = read_json(file, Trace.from_json)
+        trace = read_json(file, trace_json.read)
         if not (trace.times and trace.others):
             raise CliError(
                 f"{file} has no times, or does not tell what else lies in hbm: record it on a GPU or a CPU anew"

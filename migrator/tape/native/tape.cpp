@@ -110,7 +110,6 @@ Object contents(const Record &record) {
   std::vector<const Step *> steps;
   std::vector<Packed> calls;
   for (const Call &call : record.calls) {
-    if (!call.step) continue;
     const auto [found, is_new] = places.emplace(call.step.get(), uint32_t(steps.size()));
     if (is_new) steps.push_back(call.step.get());
     calls.push_back({call.begun, call.ran, call.stream, call.before, call.after, found->second, call.inputs,

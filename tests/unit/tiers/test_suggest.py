@@ -11,6 +11,7 @@ import pytest
 from tests.unit.modelled import gpt
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.cli.main import main
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import LAYOUTS
 from torch_tiers.planning.suggest import FAST, Offer, best, needs, offers
@@ -55,7 +56,7 @@ def test_the_table_ends_with_the_first_budget_that_is_too_small(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "trace.json").write_text(MODEL.to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(MODEL))
     assert main(["suggest", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("does not fit") == 1
@@ -69,13 +70,13 @@ def test_the_table_ends_with_the_first_budget_that_is_too_small(
 def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without room below HBM nothing can move, and this policy recomputes nothing."""
     full = replace(MODEL, others=tuple(100 * GiB for _ in MODEL.others), recipes={})
-    (tmp_path / "trace.json").write_text(full.to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(full))
     assert main(["suggest", "--policy", "move", "--dram", "2MiB", str(tmp_path)]) == 1
     assert "none of these budgets is enough" in capsys.readouterr().out
 
 
 def test_a_trace_without_times_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "trace.json").write_text(replace(MODEL, times=(), seconds=0.0, clocks=None).to_json())
+    (tmp_path / "trace.json").write_text(trace_json.write(replace(MODEL, times=(), seconds=0.0, clocks=None)))
     assert main(["suggest", str(tmp_path)]) == 2
     assert "has no times" in capsys.readouterr().err
 
