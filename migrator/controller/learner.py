@@ -5,7 +5,7 @@ jobs. `migrator.controller.recordings` decides which iterations are recorded.
 
 If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
 that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
-peak. From then on `feedback` corrects both.
+peak. From then on `budget` corrects both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import replace
 from operator import is_
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
+from torch_tiers.migrator.controller.budget import SETTLED, SETTLING
 from torch_tiers.migrator.controller.cached_plans import CachedPlans, PlanCache
-from torch_tiers.migrator.controller.feedback import SETTLED, SETTLING, Feedback
+from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests, Submit
 from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, after, are_the_same, predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
@@ -84,7 +85,6 @@ class Learner:
         self._requests = PlanRequests(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
-        self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
         self._iterations = 0
         self._under = 0  # of these, under the plans that there are
         self._whole = False  # whether any iteration was
@@ -221,8 +221,7 @@ class Learner:
         if changed or refused or self._requests.asked or self._recordings.learning or not self._planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         iteration_time = None if mispredicted else iteration_time
-        base = max(self._before_correction(trace) for trace in self._planned_traces)
-        host = None if iteration_time is None else host
+        base = max(map(self._feedback.budget.before_correction, self._planned_traces))
         if self._feedback.iteration_over(
             self._planned,
             base,
@@ -248,7 +247,7 @@ class Learner:
         self._recordings.resume(found.traces)
         self._planned_traces, budgets = self._to_plan()
         kinds = zip(found.plans, self._planned_traces, budgets, strict=True)
-        correction, links = self._feedback.correction, self._feedback.links
+        correction, links = self._feedback.budget.correction, self._feedback.links
         self._carry_out(
             tuple(
                 PlannedIteration(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
@@ -295,14 +294,10 @@ class Learner:
         if self._recordings.add(trace, self._iterations):
             self._afresh = self._due = True
             self._feedback.news()
-            if self._room is None:
-                self._room = max(0, self._target - peak)
+            self._feedback.budget.estimate(peak)
         if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
             return verifies and self._unseen  # by now it can be recomputed
         return self._plan()
-
-    def _before_correction(self, trace: Trace) -> int:
-        return self._target if trace.others else self._room or 0
 
     def relink(self, links: Links) -> bool:
         """Plan with other `links` from now on, corrected as before; return whether `plans` changed.
@@ -317,7 +312,7 @@ class Learner:
         """
         if links == self._feedback.given:
             return False
-        self._feedback = self._feedback.under(links)
+        self._feedback.relink(links)
         # Where traces are missing, what is recorded now is planned with them.
         if self._recordings.learning or not (self._planned or self._requests.asked):
             return False
@@ -325,7 +320,7 @@ class Learner:
 
     def rearranged(self) -> None:
         """Take note that groups return earlier or later from now on, which changes the order of memory requests."""
-        self._feedback.rearranged()
+        self._feedback.budget.rearranged()
 
     def plan_for_less(self, below: int) -> None:
         """Plan for `below` bytes below HBM, less than the plans offload, and wait for these plans.
@@ -336,7 +331,7 @@ class Learner:
             If the target is too small for any plan then, and there was none yet.
         """
         given = self._feedback.given
-        self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
+        self._feedback.relink(replace(given, below=below, dram=min(below, given.dram)))
         if self._recordings.learning:
             return  # what is recorded now is planned with these
         self._plan()
@@ -362,7 +357,6 @@ class Learner:
         self._recordings.begin_anew()
         self._from_cache = self._verifies = False
         self._requests.drop()
-        self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
 
     def _plan(self, present: tuple[PlannedIteration, ...] = ()) -> bool:
@@ -373,13 +367,13 @@ class Learner:
         traces, budgets = self._to_plan()
         self._may_stay, self._due = bool(present), False
         self._asked_for = self._recordings.traces
-        self._requests.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
+        self._requests.ask(traces, budgets, self._feedback.budget.correction, self._feedback.links, present)
         return self._adopt()
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
         """Return the traces to plan for, and the budget of each before correction."""
         traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
-        return traces, tuple(self._before_correction(trace) for trace in traces)
+        return traces, tuple(map(self._feedback.budget.before_correction, traces))
 
     def _adopt(self) -> bool:
         """Adopt plans that are ready; return whether they differ from the present ones."""
@@ -437,7 +431,7 @@ class Learner:
     def _stay(self, planned: tuple[PlannedIteration, ...]) -> None:
         """Keep the present plans with new predictions, which are yet to be compared with measurements."""
         self._planned, self._under, self._is_cached = planned, 0, False
-        self._feedback.stayed()
+        self._feedback.budget.stayed()
 
     def _carry_out(self, plans: tuple[PlannedIteration, ...]) -> None:
         """Execute these plans from now on."""

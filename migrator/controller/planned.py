@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch_tiers.allocator.sizes import format_size
@@ -114,6 +115,13 @@ def after(
 def are_the_same(planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...]) -> bool:
     """Return whether these are the very plans there were before."""
     return [each.plan for each in planned] == [each.plan for each in before]
+
+
+def hold_least(planned: Sequence[PlannedIteration]) -> bool:
+    """Return whether no plans hold less; of several, the one that is predicted to hold most counts."""
+    if all(each.predicted is not None for each in planned):
+        return max(planned, key=PlannedIteration.peak).least
+    return all(each.least for each in planned)
 
 
 def _better(planned: PlannedIteration, present: PlannedIteration, trace: Trace, links: Links) -> PlannedIteration:
