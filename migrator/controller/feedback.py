@@ -19,10 +19,10 @@ from itertools import pairwise
 
 from torch_tiers.migrator.controller.budget import SETTLING, SURE, Budget
 from torch_tiers.migrator.controller.cached_plans import Corrections
-from torch_tiers.migrator.controller.planned import PlannedIteration, hold_least
+from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest, hold_least
 from torch_tiers.migrator.model.links import Calls, Links
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace, with_host
+from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, alike, at_pace, with_host
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.simulator import Simulated
 
@@ -94,6 +94,12 @@ class Feedback:
         """Return a trace with corrected times."""
         now = self._now
         return with_host(at_pace(trace, now.pace), now.host_pace, now.hooks, joins=now.joins)
+
+    def request(self, recorded: Sequence[Trace], present: tuple[PlannedIteration, ...] = ()) -> PlanRequest:
+        """Return what is to be asked for: plans for these traces, or the `present` ones if they are as good."""
+        traces = tuple(self.corrected(alike(trace)) for trace in recorded)
+        budgets = tuple(map(self.budget.before_correction, traces))
+        return PlanRequest(traces, budgets, self.budget.correction, self.links, present)
 
     def note(self, time: IterationTime) -> None:
         """Take note of the time of an iteration under the present plans, which need not correct anything."""
