@@ -5,7 +5,7 @@ jobs. `migrator.controller.recordings` decides which iterations are recorded.
 
 If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
 that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
-peak. From then on `feedback` corrects both.
+peak. From then on `budget` corrects both.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from operator import is_
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
-from torch_tiers.migrator.controller.cached_plans import CachedPlans, PlanCache
-from torch_tiers.migrator.controller.feedback import SETTLED, SETTLING, Feedback
-from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests, Submit
-from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, after, are_the_same, predict_all
+from torch_tiers.migrator.controller.budget import SETTLING
+from torch_tiers.migrator.controller.cached_plans import PlanCache
+from torch_tiers.migrator.controller.cached_run import CachedRun
+from torch_tiers.migrator.controller.feedback import Feedback
+from torch_tiers.migrator.controller.in_force import PlansInForce
+from torch_tiers.migrator.controller.plan_requests import PlanRequests, Submit
+from torch_tiers.migrator.controller.planned import predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
-from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import HostTime, IterationTime, alike
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.timing import HostTime, IterationTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import Policy
-from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.simulator import Simulated
 
 log = logging.getLogger("tiers")
 
-REFUSED, FAILED = "no plan fits", "planning failed"  # what a user is warned of once
 AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
 PATIENCE = 3  # iterations without an optimizer step after which the program is taken to have none
 
@@ -76,29 +77,16 @@ class Learner:
         warned: set[str] | None = None,
     ) -> None:
         self._target = target
-        self._budget = target if budget is None else budget
-        self._warned = set[str]() if warned is None else warned
-        self._plan_cache = plan_cache
-        self._is_cached = False  # whether what there is is in that cache
+        self._cached = CachedRun(plan_cache, target)
         self._static: Callable[[], int] = int  # bytes in use between iterations
         self._requests = PlanRequests(policy, submit, must_fit=must_fit)
+        self._in_force = PlansInForce(target if budget is None else budget, set() if warned is None else warned)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
-        self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
         self._iterations = 0
-        self._under = 0  # of these, under the plans that there are
         self._whole = False  # whether any iteration was
-        self._from_cache = False  # whether this run began with what another learned
-        self._verifies = False  # whether the next recorded iteration is to tell that this is right
-        self._unseen = False  # whether it is still to be seen that some of that can be recomputed
-        self._afresh = False  # whether something was recorded since: replays may hold for more than they did
+        self._afresh = False  # whether something was recorded since plans were taken over
         self._due = False  # whether plans are to be asked for, for what was recorded
-        self._has_planned = False  # ever
-        self._may_stay = False  # the present plans, where those that were asked for are no better
-        self._planned: tuple[PlannedIteration, ...] = ()
-        self._planned_traces: tuple[Trace, ...] = ()  # what `_planned` is for
-        self._recorded: tuple[Trace, ...] = ()  # and that as it was recorded
-        self._asked_for: tuple[Trace, ...] = ()  # the same of what is being made
 
     @property
     def records_next(self) -> bool:
@@ -125,22 +113,22 @@ class Learner:
 
     @property
     def _has_all(self) -> bool:
-        return bool(self._planned) and not self._requests.asked and not self._recordings.due
+        return bool(self._in_force.planned) and not self._requests.asked and not self._recordings.due
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Return one plan for each of `traces`."""
-        return tuple(each.plan for each in self._planned)
+        return self._in_force.plans
 
     @property
     def predictions(self) -> tuple[Simulated | None, ...]:
         """Return the prediction for each of `plans`; None if its trace does not suffice."""
-        return tuple(each.predicted for each in self._planned)
+        return tuple(each.predicted for each in self._in_force.planned)
 
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Return one trace for each kind of iteration that there are plans for, the one recorded last at the end."""
-        return self._planned_traces
+        return self._in_force.traces
 
     @property
     def varies(self) -> bool:
@@ -197,16 +185,16 @@ class Learner:
             If the target is too small for any plan, and there was none yet.
         """
         self._iterations += 1
-        self._under += 1
+        self._in_force.under += 1
         self._static = static
-        if iteration_time is not None and iteration_time.age >= self._under:
+        if iteration_time is not None and iteration_time.age >= self._in_force.under:
             iteration_time = None  # of an iteration under other plans
         if whole and not self._whole:
             self._whole = True
             # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
-            if self._recordings.traces and not self._from_cache:
+            if self._recordings.traces and not self._cached.resumed:
                 self._record_anew()
-        had_plans = bool(self._planned)  # in the iteration that is over: without a plan nothing is foreseen
+        had_plans = bool(self.plans)  # in the iteration that is over: without a plan nothing is foreseen
         changed = self._adopt()
         if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
@@ -214,95 +202,60 @@ class Learner:
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
-        if not self._requests.asked:  # what is mispredicted while plans are made is what they are made for
+        planned, asked = self._in_force.planned, self._requests.asked
+        if not asked:  # what is mispredicted while plans are made is what they are made for
             self._recordings.pass_by(self._iterations, mispredicted=(mispredicted or resized) and had_plans)
-        if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted or resized):
+        if iteration_time is not None and self._in_force.under > SETTLING and not (refused or mispredicted or resized):
             self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
-        if changed or refused or self._requests.asked or self._recordings.learning or not self._planned:
+        if changed or refused or asked or self._recordings.learning or not planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        iteration_time = None if mispredicted else iteration_time
-        base = max(self._before_correction(trace) for trace in self._planned_traces)
-        host = None if iteration_time is None else host
         if self._feedback.iteration_over(
-            self._planned,
-            base,
+            planned,
+            max(map(self._feedback.budget.before_correction, self.traces)),
             peak,
             pressed=pressed,
             overflow=overflow,
-            iteration_time=iteration_time,
+            iteration_time=None if mispredicted else iteration_time,
             host=host,
             resized=resized,
         ):
             log.info("iteration %d, corrections changed: %s", self._iterations, self._feedback)
-            return self._plan(present=self._planned if self._is_current else ())
-        if self.settled:
-            self._store()
+            return self._plan(may_stay=True)
+        self._store()
         return False
 
     def _resume_from_cache(self, trace: Trace) -> bool:
         """Begin with the cached plans of an earlier run; return whether there are any."""
-        found = None if self._plan_cache is None or self._has_planned else self._plan_cache.find(trace.sites)
-        if found is None or not found.holds_for(self._feedback.given, self._static(), int(SETTLED * self._target)):
+        found = None if self._in_force.any_yet else self._cached.find(trace, self._feedback.given, self._static)
+        if found is None:
             return False
         self._feedback.resume(found.corrections)
         self._recordings.resume(found.traces)
-        self._planned_traces, budgets = self._to_plan()
-        kinds = zip(found.plans, self._planned_traces, budgets, strict=True)
-        correction, links = self._feedback.correction, self._feedback.links
-        self._carry_out(
-            tuple(
-                PlannedIteration(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
-                for plan, trace, budget in kinds
-            )
-        )
-        self._recorded, self._verifies = found.traces, True
+        request = self._feedback.request(found.traces)
+        self._in_force.begin(predict_all(found.plans, request), request.traces, found.traces)
+        self._begin()
         log.info("iteration %d, begins with cached plans of an earlier run", self._iterations)
-        self._from_cache = self._is_cached = True
-        dropped = {key for plan in found.plans for key in plan.recompute}
-        self._unseen = not dropped <= _obtainable(trace)
+        self._cached.begun(found.plans, trace)
         return True
 
-    def _is_as_cached(self, trace: Trace, peak: int) -> bool:
-        """Return whether the first whole iteration is no larger than in the earlier run, and recomputes as much."""
-        known = {key for of in self._planned_traces for key in of.by_key}
-        if not trace.by_key.keys() <= known:
-            return True  # another kind, of which nothing was said
-        dropped = {key for plan in self.plans for key in plan.recompute} & trace.by_key.keys()
-        most = max((each.peak() for each in self._planned), default=0)
-        return dropped <= _obtainable(trace) and peak <= max(most, self._target) + int(SETTLED * self._target)
-
     def _store(self) -> None:
-        """Cache what was learned, once; not while others use the memory bus, who may not be there in the next run."""
-        if self._plan_cache is None or self._is_cached or self._feedback.given.contended or not self._is_current:
-            return
-        self._is_cached = True
-        if not any(each.least or each.refused for each in self._planned):  # else the next run is to warn again
-            found = self._feedback.corrections, self._feedback.given, self._static()
-            self._plan_cache.store(CachedPlans(self._recordings.traces, self.plans, *found))
+        """Cache what was learned for the next run, once it proved right."""
+        proved = self.settled and self._in_force.are_for(self._recordings.traces)
+        if proved and self._cached.store(self._in_force, self._feedback, self._static):
             log.info("iteration %d, the plans proved right and are cached for the next run", self._iterations)
 
-    @property
-    def _is_current(self) -> bool:
-        """Return whether the plans are for the latest traces: for newer ones no plan may have been possible."""
-        traces = self._recordings.traces
-        return len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
-
     def _learn(self, trace: Trace, peak: int) -> bool:
-        verifies, self._verifies = self._verifies, False
-        if verifies and not self._is_as_cached(trace, peak):
+        completes = self._cached.completes
+        if self._cached.differs(self._in_force, trace, peak):
             log.info("iteration %d, the program differs from that of the cached plans", self._iterations)
             self._record_anew()
         if self._recordings.add(trace, self._iterations):
             self._afresh = self._due = True
             self._feedback.news()
-            if self._room is None:
-                self._room = max(0, self._target - peak)
+            self._feedback.budget.estimate(peak)
         if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
-            return verifies and self._unseen  # by now it can be recomputed
+            return completes  # by now it can be recomputed
         return self._plan()
-
-    def _before_correction(self, trace: Trace) -> int:
-        return self._target if trace.others else self._room or 0
 
     def relink(self, links: Links) -> bool:
         """Plan with other `links` from now on, corrected as before; return whether `plans` changed.
@@ -317,15 +270,15 @@ class Learner:
         """
         if links == self._feedback.given:
             return False
-        self._feedback = self._feedback.under(links)
+        self._feedback.relink(links)
         # Where traces are missing, what is recorded now is planned with them.
-        if self._recordings.learning or not (self._planned or self._requests.asked):
+        if self._recordings.learning or not (self.plans or self._requests.asked):
             return False
-        return self._plan(present=self._planned if links.contended and self._is_current else ())
+        return self._plan(may_stay=links.contended)
 
     def rearranged(self) -> None:
         """Take note that groups return earlier or later from now on, which changes the order of memory requests."""
-        self._feedback.rearranged()
+        self._feedback.budget.rearranged()
 
     def plan_for_less(self, below: int) -> None:
         """Plan for `below` bytes below HBM, less than the plans offload, and wait for these plans.
@@ -336,120 +289,62 @@ class Learner:
             If the target is too small for any plan then, and there was none yet.
         """
         given = self._feedback.given
-        self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
+        self._feedback.relink(replace(given, below=below, dram=min(below, given.dram)))
         if self._recordings.learning:
             return  # what is recorded now is planned with these
         self._plan()
         waited = self._requests.asked
         if waited and not self._requests.wait(DEADLINE) and not self._requests.asked:
-            self._say_failed(f"no plan could be made within {DEADLINE:g} s")
+            self._in_force.say_failed(f"no plan could be made within {DEADLINE:g} s")
         self._adopt()
 
     def finish(self) -> None:
         """Wait for plans that are being made, as reports at the program's end describe them."""
         if self._requests.wait(AT_THE_END):
             self._adopt()
-        if self.settled:
-            self._store()
+        self._store()
 
     def forget(self) -> None:
         """Begin anew, as the plans cannot be executed."""
-        self._planned, self._planned_traces = (), ()
+        self._in_force.forget()
         self._record_anew()
 
     def _record_anew(self) -> None:
         """Forget the traces; the present plans hold until there are others."""
         self._recordings.begin_anew()
-        self._from_cache = self._verifies = False
+        self._cached.forget()
         self._requests.drop()
-        self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
 
-    def _plan(self, present: tuple[PlannedIteration, ...] = ()) -> bool:
-        """Order plans; return whether there are others already. An earlier order is cancelled.
-
-        Plans that are `present` stay if those that were corrected since are no better.
-        """
-        traces, budgets = self._to_plan()
-        self._may_stay, self._due = bool(present), False
-        self._asked_for = self._recordings.traces
-        self._requests.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
+    def _plan(self, *, may_stay: bool = False) -> bool:
+        """Ask for plans; return whether there are others already. Those in force `may_stay` if they are as good."""
+        self._due = False
+        traces = self._recordings.traces
+        present = self._in_force.planned if may_stay and self._in_force.are_for(traces) else ()
+        self._requests.ask(self._feedback.request(traces, present), traces)
         return self._adopt()
-
-    def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
-        """Return the traces to plan for, and the budget of each before correction."""
-        traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
-        return traces, tuple(self._before_correction(trace) for trace in traces)
 
     def _adopt(self) -> bool:
         """Adopt plans that are ready; return whether they differ from the present ones."""
-        try:
-            taken = self._requests.take()
-        except NoPlanFits as error:
-            if not self._has_planned:
-                raise
-            self._warn_once(REFUSED, f"{error.out_of(self._budget)}; the plans there are stay")
+        differ = self._in_force.take_over(self._requests, self._feedback.took, afresh=self._afresh)
+        if differ is None:
             return False
-        except PlanningFailed as error:
-            self._say_failed(str(error))
-            return False
-        if taken is None:
-            return False
-        planned, self._planned_traces = taken
-        self._recorded = self._asked_for
-        afresh, self._afresh = self._afresh, False
-        if afresh:
+        if self._afresh:
             self._recordings.planned(self._iterations)
-        planned = after(planned, self._planned, afresh=afresh)
-        if self._may_stay and not afresh and self._takes_longer(planned):
-            stay = (
-                replace(new, plan=old.plan, asked=old.asked) for new, old in zip(planned, self._planned, strict=True)
-            )
-            planned = predict_all(tuple(stay), self._planned_traces, self._feedback.links)
-        if not afresh and are_the_same(planned, self._planned):
+        self._afresh = False
+        self._cached.changed()
+        if differ:
+            self._begin()
+        else:
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
-            self._stay(planned)
-            log.info("iteration %d, the plans stay: %s", self._iterations, "; ".join(map(str, planned)))
-            return False
-        self._carry_out(planned)
-        return True
+            self._feedback.budget.stayed()
+            planned = "; ".join(map(str, self._in_force.planned))
+            log.info("iteration %d, the plans stay: %s", self._iterations, planned)
+        return differ
 
-    def _takes_longer(self, planned: tuple[PlannedIteration, ...]) -> bool:
-        """Return whether a plan is predicted to take longer than the present one was measured to, with no less room.
-
-        The prediction for the present plan may be far from that measurement, on a host whose speed changes.
-        """
-        took = self._feedback.took
-        if took is None or len(planned) != 1 or len(self._planned) != 1:
-            return False
-        (new,), (present,) = planned, self._planned
-        return new.predicted is not None and new.asked >= present.asked and new.predicted.seconds > took * (1 - GAIN)
-
-    def _say_failed(self, why: str) -> None:
-        stays = "the plans there are stay" if self._planned else "all that is saved moves, as before the first plan"
-        self._warn_once(FAILED, f"{why}; {stays}")
-
-    def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            log.warning("%s", text)
-
-    def _stay(self, planned: tuple[PlannedIteration, ...]) -> None:
-        """Keep the present plans with new predictions, which are yet to be compared with measurements."""
-        self._planned, self._under, self._is_cached = planned, 0, False
-        self._feedback.stayed()
-
-    def _carry_out(self, plans: tuple[PlannedIteration, ...]) -> None:
-        """Execute these plans from now on."""
-        self._planned, self._under, self._has_planned = plans, 0, True
-        self._is_cached = False
+    def _begin(self) -> None:
+        """Begin with other plans."""
         self._feedback.adopted()
-        for each in plans:
+        for each in self._in_force.planned:
             log.info("iteration %d, plan by %s: %s", self._iterations, each.plan.policy, each)
-            if each.refused is not None:
-                self._warn_once(REFUSED, f"{each.refused.out_of(self._budget)}; it runs anyway, using more hbm")
-
-
-def _obtainable(trace: Trace) -> set[str]:
-    """Return the sites whose storages were recomputed bit for bit in a trial."""
-    return {site.key for site in trace.sites if site.storage in trace.recipes}
+        self._in_force.say_refused()

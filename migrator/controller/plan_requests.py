@@ -8,8 +8,7 @@ from functools import partial
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.controller.background import at_once, give_up
-from torch_tiers.migrator.controller.planned import PlannedIteration, plan_all
-from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest, plan_all
 from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import Policy
@@ -43,7 +42,7 @@ class PlanRequests:
         self._submit = submit
         self._must_fit = must_fit
         self._ordered: Future[tuple[PlannedIteration, ...]] | None = None
-        self._traces: tuple[Trace, ...] = ()  # what they are for
+        self._request: tuple[PlanRequest, tuple[Trace, ...]]
 
     @property
     def asked(self) -> bool:
@@ -55,24 +54,16 @@ class PlanRequests:
         """Whether plans are being made."""
         return self._ordered is not None and not self._ordered.done()
 
-    def ask(
-        self,
-        traces: tuple[Trace, ...],
-        budgets: tuple[int, ...],
-        correction: int,
-        links: Links,
-        present: tuple[PlannedIteration, ...] = (),
-    ) -> None:
-        """Ask for a plan for each trace, for its budget with the correction; or for the `present` one if as good."""
-        job = partial(
-            plan_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit, present=present
-        )
+    def ask(self, request: PlanRequest, recorded: tuple[Trace, ...]) -> None:
+        """Ask for plans, for traces that were `recorded` before their times were corrected."""
         self.drop()
-        self._traces = traces
-        self._ordered = self._have_done(job, traces)
+        self._request = request, recorded
+        quick = sum(len(trace.sites) for trace in request.traces if trace.times) <= AT_ONCE
+        job = partial(plan_all, self._policy, request, must_fit=self._must_fit)
+        self._ordered = (at_once if quick else self._submit)(job)
 
-    def take(self) -> tuple[tuple[PlannedIteration, ...], tuple[Trace, ...]] | None:
-        """The plans, and what they are for, once they are there.
+    def take(self) -> tuple[tuple[PlannedIteration, ...], PlanRequest, tuple[Trace, ...]] | None:
+        """The plans, and what was asked for, once they are there.
 
         Raises
         ------
@@ -85,7 +76,7 @@ class PlanRequests:
             return None
         ordered, self._ordered = self._ordered, None
         if (error := ordered.exception()) is None:
-            return ordered.result(), self._traces
+            return ordered.result(), *self._request
         if isinstance(error, NoPlanFits):
             raise error
         raise PlanningFailed(f"no plan could be made: {error!r}") from error
@@ -103,7 +94,3 @@ class PlanRequests:
         # Else a program of ever new kinds of iterations has ever more processes that compute what nobody takes.
         give_up(self._ordered)
         self._ordered = None
-
-    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[PlannedIteration, ...]]:
-        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
-        return (at_once if quick else self._submit)(job)

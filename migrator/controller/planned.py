@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch_tiers.allocator.sizes import format_size
@@ -68,52 +69,79 @@ class PlannedIteration:
         return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
 
 
-def plan_all(
-    policy: Policy,
-    traces: tuple[Trace, ...],
-    budgets: tuple[int, ...],
-    correction: int,
-    links: Links,
-    *,
-    must_fit: bool = True,
-    present: tuple[PlannedIteration, ...] = (),
-) -> tuple[PlannedIteration, ...]:
-    """Make a plan for each trace, for its corrected budget; raise NoPlanFits if there is none and it `must_fit`.
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What plans are asked for.
 
-    Parameters
+    Attributes
     ----------
-    present
+    traces : tuple of Trace
+        One for each kind of iteration, with corrected times.
+    budgets : tuple of int
+        One for each trace, to which the `correction` is added.
+    present : tuple of PlannedIteration
         The present plans for these traces, each of which stays unless the new one is better; none: all are new.
     """
-    pairs = zip(traces, budgets, strict=True)
+
+    traces: tuple[Trace, ...]
+    budgets: tuple[int, ...]
+    correction: int
+    links: Links
+    present: tuple[PlannedIteration, ...] = ()
+
+
+def plan_all(policy: Policy, request: PlanRequest, *, must_fit: bool = True) -> tuple[PlannedIteration, ...]:
+    """Make a plan for each trace, for its corrected budget; raise NoPlanFits if there is none and it `must_fit`."""
+    pairs = zip(request.traces, request.budgets, strict=True)
+    correction, links = request.correction, request.links
     planned = [_plan_one(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
-    if present:
-        planned = [_better(*each, links) for each in zip(planned, present, traces, strict=True)]
+    if request.present:
+        planned = [_better(*each, links) for each in zip(planned, request.present, request.traces, strict=True)]
     return tuple(planned)
 
 
-def predict_all(
-    planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], links: Links
-) -> tuple[PlannedIteration, ...]:
-    """Return the plans with predictions under `links`, for those whose traces suffice."""
+def predict_all(plans: Sequence[Plan], request: PlanRequest) -> tuple[PlannedIteration, ...]:
+    """Return plans that were made earlier for what is asked for, with predictions."""
     return tuple(
-        each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
-        for each, trace in zip(planned, traces, strict=True)
+        PlannedIteration(plan, simulate(trace, request.links, plan), asked=max(0, budget + request.correction))
+        for plan, trace, budget in zip(plans, request.traces, request.budgets, strict=True)
     )
 
 
-def after(
-    planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...], *, afresh: bool = False
+def following(
+    planned: tuple[PlannedIteration, ...],
+    present: tuple[PlannedIteration, ...],
+    request: PlanRequest,
+    took: float | None,
+    *,
+    afresh: bool,
 ) -> tuple[PlannedIteration, ...]:
-    """Return the plans that follow `before`, for the same kinds of iterations; see `PlannedIteration.after`."""
-    if len(planned) != len(before):
+    """Return the plans that follow the present ones: these themselves with new predictions, if they stay.
+
+    Parameters
+    ----------
+    took : float or None
+        Seconds that iterations under the present plan were measured to take.
+    afresh : bool
+        Whether something was recorded since: replays may hold for more than they did.
+    """
+    if len(planned) != len(present):
         return planned
-    return tuple(new.after(old, afresh=afresh) for new, old in zip(planned, before, strict=True))
+    planned = tuple(new.after(old, afresh=afresh) for new, old in zip(planned, present, strict=True))
+    if took is None or afresh or not len(planned) == len(request.present) == 1:
+        return planned
+    (new,), (old,), (trace,) = planned, present, request.traces
+    # The prediction for the present plan may be far from what it was measured to take, on a host whose speed changes.
+    if new.predicted is None or new.asked < old.asked or new.predicted.seconds <= took * (1 - GAIN):
+        return planned
+    return (replace(new, plan=old.plan, asked=old.asked, predicted=simulate(trace, request.links, old.plan)),)
 
 
-def are_the_same(planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...]) -> bool:
-    """Return whether these are the very plans there were before."""
-    return [each.plan for each in planned] == [each.plan for each in before]
+def hold_least(planned: Sequence[PlannedIteration]) -> bool:
+    """Return whether no plans hold less; of several, the one that is predicted to hold most counts."""
+    if all(each.predicted is not None for each in planned):
+        return max(planned, key=PlannedIteration.peak).least
+    return all(each.least for each in planned)
 
 
 def _better(planned: PlannedIteration, present: PlannedIteration, trace: Trace, links: Links) -> PlannedIteration:

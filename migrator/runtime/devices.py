@@ -16,7 +16,7 @@ from torch_tiers.allocator.native.copy import lane
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.controller.background import in_background
-from torch_tiers.migrator.controller.feedback import SETTLED
+from torch_tiers.migrator.controller.budget import SETTLED
 from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS

@@ -17,7 +17,7 @@ from tests.unit.modelled import gpt
 from torch_tiers import migrator
 from torch_tiers.migrator.controller import background
 from torch_tiers.migrator.controller.background import at_once, give_up, in_background, planners
-from torch_tiers.migrator.controller.planned import plan_all
+from torch_tiers.migrator.controller.planned import PlanRequest, plan_all
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.policies import POLICIES
@@ -48,14 +48,15 @@ def test_nor_with_those_of_the_directory_that_it_is_started_in(tmp_path: Path, m
 
 def test_a_plan_is_the_same_wherever_it_is_made() -> None:
     trace = gpt(blocks=2)
-    job = partial(plan_all, POLICIES["auto"], (trace,), (2 * (max(trace.others) + trace.saved_bytes),), 0, PCIE_GEN5)
+    budget = 2 * (max(trace.others) + trace.saved_bytes)
+    job = partial(plan_all, POLICIES["auto"], PlanRequest((trace,), (budget,), 0, PCIE_GEN5))
     (there,), (here,) = in_background(job).result(timeout=60), at_once(job).result()
     assert there.plan == here.plan
 
 
 def test_what_a_job_raises_comes_back() -> None:
     trace = gpt(blocks=2)
-    job = partial(plan_all, POLICIES["auto"], (trace,), (1,), 0, PCIE_GEN5)
+    job = partial(plan_all, POLICIES["auto"], PlanRequest((trace,), (1,), 0, PCIE_GEN5))
     with pytest.raises(NoPlanFits) as error:
         in_background(job).result(timeout=60)
     assert error.value.smallest > 1

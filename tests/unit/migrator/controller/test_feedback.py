@@ -1,30 +1,23 @@
-"""What measured iterations correct: the budget, the links and the program's own times."""
+"""What measured iterations correct: the links, the program's own times and those of our hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from tests.unit.modelled import gpt
 from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.controller.budget import SETTLING, SURE
 from torch_tiers.migrator.controller.feedback import (
     AGREEING,
-    CUTS,
     FASTEST,
-    GROWTHS,
     HOSTS,
     LATE,
     LATE_PACE,
     LEAST_LATE,
     OFF_PACE,
-    PRESSED,
-    SETTLING,
-    SPILLS,
-    SURE,
-    TELLING,
     UNTIMED,
     Feedback,
 )
@@ -73,9 +66,9 @@ def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
     feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
-    feedback = feedback.under(replace(PCIE_GEN5, d2h=30e9, h2d=20e9))
+    feedback.relink(replace(PCIE_GEN5, d2h=30e9, h2d=20e9))
     assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
-    feedback = feedback.under(PCIE_GEN5)
+    feedback.relink(PCIE_GEN5)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
 
 
@@ -84,7 +77,7 @@ def test_what_is_corrected_is_told_with_its_numbers() -> None:
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
     feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
-    feedback.peak(TARGET + 64 * MiB, TARGET, TARGET, pressed=False, may_grow=True)
+    feedback.budget.peak(TARGET + 64 * MiB, TARGET, TARGET, pressed=False, may_grow=True)
     assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of its bandwidth"
 
 
@@ -100,7 +93,7 @@ def gone_by(iterations: int = SETTLING) -> Feedback:
 
 def pass_by(feedback: Feedback, iterations: int) -> None:
     for _ in range(iterations):
-        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+        feedback.budget.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
 
 
 def changes(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
@@ -113,8 +106,8 @@ def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_iteratio
     assert changes(feedback, [1 + OFF_PACE / 2] * AGREEING) == [False] * AGREEING
     waits = IterationTime(0.8 * PREDICTED.seconds + 1.0, {"h2d": 1.0})
     assert [feedback.iteration(waits, PREDICTED) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
-    assert feedback.pace == pytest.approx(0.8)
-    as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    assert feedback.corrections.pace == pytest.approx(0.8)
+    as_measured = simulate(at_pace(MODEL, feedback.corrections.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
     assert as_measured.seconds == pytest.approx(0.8 * PREDICTED.seconds)
     feedback.adopted()
     pass_by(feedback, SETTLING)
@@ -124,16 +117,16 @@ def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_iteratio
 def test_what_was_recorded_on_a_slow_host_may_be_three_times_too_long() -> None:
     feedback = gone_by()
     assert changes(feedback, [0.35] * AGREEING)[-1]
-    assert feedback.pace == pytest.approx(0.35)
+    assert feedback.corrections.pace == pytest.approx(0.35)
     assert changes(feedback, [0.1] * AGREEING)[-1]
-    assert feedback.pace == FASTEST
+    assert feedback.corrections.pace == FASTEST
 
 
 def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_waited() -> None:
     feedback = gone_by()
     longer = [1.11, 1.12, 1.1, 1.11, 1.12, 1.11, 1.12, 1.11]
     assert changes(feedback, longer) == [False] * (SURE - 1) + [True]
-    assert feedback.pace == pytest.approx(1.1), "by the shortest: the host may have made the others longer"
+    assert feedback.corrections.pace == pytest.approx(1.1), "by the shortest: the host may have made the others longer"
 
 
 def test_on_a_host_where_no_two_iterations_agree_half_of_eight_prove_times_too_long() -> None:
@@ -141,19 +134,19 @@ def test_on_a_host_where_no_two_iterations_agree_half_of_eight_prove_times_too_l
     times = [0.95, 0.75, 0.85, 0.75, 0.85, 0.8, 0.9, 1.2]
     feedback = gone_by()
     assert changes(feedback, times) == [False] * (SURE - 1) + [True]
-    assert feedback.pace == pytest.approx(0.85)
+    assert feedback.corrections.pace == pytest.approx(0.85)
     feedback = gone_by()
     assert not any(changes(feedback, [1.0, 0.75, 1.1, 0.8, 1.0, 1.2, 1.1, 1.0])), (
         "a few short ones may have had fewer samples"
     )
-    assert feedback.pace == 1.0
+    assert feedback.corrections.pace == 1.0
 
 
 def test_one_iteration_in_eight_that_was_as_short_as_predicted_proves_the_others_late() -> None:
     """The host of a rented GPU is half as fast for a second, and then again what it was."""
     feedback = gone_by()
     assert not any(changes(feedback, [1.1] * 4 + [1.0] + [1.1] * 7))
-    assert feedback.pace == 1.0
+    assert feedback.corrections.pace == 1.0
 
 
 def test_lanes_are_corrected_also_while_nobody_knows_whether_iterations_are_late() -> None:
@@ -162,14 +155,14 @@ def test_lanes_are_corrected_also_while_nobody_knows_whether_iterations_are_late
     wait = 0.3 * predicted.seconds
     assert feedback.iteration(IterationTime(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted) is False
     assert feedback.iteration(IterationTime(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted)
-    assert feedback.links.h2d < PCIE_GEN5.h2d and feedback.pace == 1.0
+    assert feedback.links.h2d < PCIE_GEN5.h2d and feedback.corrections.pace == 1.0
 
 
 def test_iterations_a_little_longer_or_much_longer_than_predicted_have_another_cause() -> None:
     feedback = gone_by()
     assert not any(changes(feedback, [1 + LATE_PACE / 2] * 2 * SURE))
     assert not any(changes(feedback, [2.0] * 2 * SURE))
-    assert feedback.pace == 1.0
+    assert feedback.corrections.pace == 1.0
 
 
 def test_iterations_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
@@ -177,17 +170,21 @@ def test_iterations_that_differ_among_themselves_tell_nothing_of_the_pace() -> N
     assert not any(changes(feedback, [1.0, 0.25, 0.9, 0.3])), "batches of several sizes"
     on_two_streams = IterationTime(0.5, {"d2h": 0.4, "h2d": 0.4})
     assert not any(feedback.iteration(on_two_streams, PREDICTED) for _ in range(AGREEING))
-    assert feedback.pace == 1.0
+    assert feedback.corrections.pace == 1.0
 
 
 def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
-    feedback = gone_by(0)
-    for _ in range(SETTLING - 1):
-        pass_by(feedback, 1)
-        assert changes(feedback, [0.5]) == [False]
-    pass_by(feedback, 1)
-    assert not any(changes(feedback, [1.0] * AGREEING))
-    assert feedback.pace == 1.0
+    feedback, made = Feedback(TARGET, PCIE_GEN5), (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
+
+    def measured(part: float) -> bool:
+        time = IterationTime(part * PREDICTED.seconds, {})
+        return feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=time)
+
+    for _ in range(2):
+        feedback.adopted()
+        assert not any([measured(0.5) for _ in range(SETTLING - 1)])
+        assert not any([measured(1.0) for _ in range(AGREEING)])
+    assert feedback.corrections.pace == 1.0
 
 
 def test_the_pace_is_corrected_a_few_times_only() -> None:
@@ -214,7 +211,9 @@ def test_what_a_slow_host_recorded_is_corrected_once_more_when_the_plans_have_se
     feedback = looked_twice(0.8, 0.9)
     times = [0.93, 0.8, 0.91, 0.9, 0.92, 0.95, 1.1, 0.94]
     assert changes(feedback, times) == [False] * (SURE - 1) + [True]
-    assert feedback.pace == pytest.approx(0.8 * 0.9 * 0.9), "by two that agree: one that is shorter is another"
+    assert feedback.corrections.pace == pytest.approx(0.8 * 0.9 * 0.9), (
+        "by two that agree: one that is shorter is another"
+    )
     feedback.adopted()
     pass_by(feedback, SETTLING)
     assert not any(changes(feedback, [0.5] * 2 * SURE))
@@ -228,7 +227,7 @@ def test_the_last_look_is_over_once_it_has_looked() -> None:
 
 def relinked(feedback: Feedback, links: Links) -> Feedback:
     """The same under other links, once the plans for them have settled."""
-    feedback = feedback.under(links)
+    feedback.relink(links)
     feedback.adopted()
     pass_by(feedback, SETTLING)
     return feedback
@@ -260,8 +259,8 @@ def test_a_pace_that_was_not_borne_out_before_others_came_is_corrected_beside_th
 def test_laps_beside_others_bear_nothing_out_where_the_plans_stay_without_them() -> None:
     feedback = relinked(gone_by(), BUSY)
     changes(feedback, [1.0] * SURE)
-    feedback = feedback.under(PCIE_GEN5)
-    feedback.stayed()
+    feedback.relink(PCIE_GEN5)
+    feedback.budget.stayed()
     pass_by(feedback, SETTLING)
     assert not any(changes(feedback, [1.0]))
     assert any(changes(relinked(feedback, BUSY), [0.8] * AGREEING))
@@ -306,108 +305,7 @@ def test_plans_are_settled_after_some_iterations_where_no_times_are_to_be_had() 
     assert gone_by(UNTIMED).settled
 
 
-# ------------------------------------------------------------------------------------------ the budget
-
-
-def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    now_and_then = [False, True, False, False] * 4
-    flushes = [True] * SETTLING + now_and_then + [True] * 3  # with which there are four in eight periods
-    assert [feedback.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
-        *[False] * (len(flushes) - 1),
-        True,
-    ]
-    assert feedback.correction == -int(PRESSED * TARGET)
-    feedback.adopted()
-    assert not any(feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True) for _ in range(SETTLING))
-
-
-def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_settled() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-
-    def measured() -> bool:
-        return feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=10 * MiB)
-
-    assert [measured() for _ in range(SETTLING + SPILLS)] == [*[False] * (SETTLING + SPILLS - 1), True]
-    assert -40 * MiB < feedback.correction < -10 * MiB
-
-
-def test_what_an_older_layout_left_elsewhere_comes_off_the_budget_no_more_than_it_stays_there() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    for overflow in (9 * MiB, 9 * MiB, 9 * MiB, 9 * MiB, 9 * MiB, 0, 9 * MiB, 0):
-        assert not feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
-
-
-def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-
-    def measured(overflow: int) -> bool:
-        return feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
-
-    changed = 0
-    for _ in range(20):
-        feedback.adopted()
-        changed += any([measured(4 * MiB) for _ in range(SETTLING + SPILLS)])
-    assert changed == 1
-
-
-def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-
-    def measured(peak: int) -> bool:
-        return feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True)
-
-    assert [measured(TARGET * 85 // 100) for _ in range(TELLING)][-1]
-    assert feedback.correction > 0
-    assert measured(TARGET * 115 // 100)
-    assert feedback.correction == 0
-    assert not any(measured(TARGET * 85 // 100) for _ in range(2 * SETTLING))
-
-
-def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_then_no_more() -> None:
-    """Of what a compiled block saves several tensors lie on one storage that is foreseen once for each."""
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    corrections = []
-    for _ in range(2 * GROWTHS):
-        feedback.adopted()
-        for _ in range(TELLING):
-            feedback.peak(TARGET * 85 // 100, TARGET, TARGET, pressed=False, may_grow=True)
-        corrections.append(feedback.correction)
-    grown = [0, *corrections[:GROWTHS]]
-    assert all(before < after for before, after in pairwise(grown))
-    assert set(corrections[GROWTHS:]) == {grown[-1]}
-
-
-def test_the_budget_does_not_grow_by_what_a_short_iteration_leaves_free() -> None:
-    """Lengths alternate, and the plan for long iterations serves short ones, too."""
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
-    assert not any(feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)
-
-
-def test_a_flush_while_groups_come_back_in_another_order_is_none_of_the_plan_s() -> None:
-    """After a load two more groups came ahead each step, and each step flushed: 3% of the budget went, for good."""
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    for _ in range(20):
-        assert not feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
-    for _ in range(3):
-        feedback.rearranged()
-        for flushes in (True, True, False, False):
-            assert not feedback.peak(TARGET, TARGET, TARGET, pressed=flushes, may_grow=True)
-    for _ in range(SURE - 2):
-        assert not feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True)
-    assert feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True), "but one that stays is"
-
-
-def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
-    """Another job on the same GPU, or fragments that stay: 34 cuts took all of the budget."""
-    feedback, plans = Feedback(TARGET, PCIE_GEN5), 0
-    for _ in range(300):
-        if feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True):
-            feedback.adopted()
-            plans += 1
-    assert plans == CUTS
-    assert feedback.correction == -CUTS * int(PRESSED * TARGET)
+# -------------------------------------------------------------------------------------------- the host
 
 
 def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() -> None:
@@ -416,8 +314,6 @@ def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() ->
     plan = make_plan("test", trace, (), 1000)
     predicted = simulate(trace, PCIE_GEN5, plan)
     feedback = Feedback(TARGET, PCIE_GEN5)
-    for _ in range(SETTLING):
-        assert not feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
     took = [feedback.host(HostTime(seconds, 1.0), plan, predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
     assert took == [False, False, False, True]
     corrected = feedback.corrected(trace).clocks
@@ -427,18 +323,29 @@ def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() ->
     assert not feedback.host(HostTime(1.0, 0.5), plan, predicted), "once"
 
 
+def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_host() -> None:
+    clocks = Clocks((1.0,) * 3, (0.0, 3.0, 3.0))
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
+    plan = make_plan("test", trace, (), 1000)
+    made, feedback = (PlannedIteration(plan, simulate(trace, PCIE_GEN5, plan)),), Feedback(TARGET, PCIE_GEN5)
+    time, paces = IterationTime(6.0, {}), []
+    for seconds in [2.0] * (SETTLING - 1) + [4.0] * HOSTS:
+        host = HostTime(seconds, 0.0)
+        feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=time, host=host)
+        paces.append(feedback.corrections.host_pace)
+    assert paces == [1.0] * (SETTLING + HOSTS - 2) + [pytest.approx(4 / 6)]
+
+
 def test_a_later_plan_s_iterations_may_show_that_the_program_needs_less_of_the_host_never_more() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     plan = make_plan("test", trace, (), 1000)
     feedback, paces = Feedback(TARGET, PCIE_GEN5), []
     for seconds in (45.0, 30.0, 50.0):
-        for _ in range(SETTLING):
-            feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
         for _ in range(HOSTS):
             feedback.host(HostTime(seconds, 0.0), plan, simulate(feedback.corrected(trace), feedback.links, plan))
         feedback.adopted()
-        paces.append(feedback.host_pace)
+        paces.append(feedback.corrections.host_pace)
     assert paces == pytest.approx([0.75, 0.5, 0.5])
 
 
@@ -450,12 +357,10 @@ def test_a_look_at_a_plan_that_was_made_before_a_correction_corrects_no_more_tha
     feedback, recorded = Feedback(TARGET, PCIE_GEN5), simulate(trace, PCIE_GEN5, plan)
     paces = []
     for seconds, ours in ((30.0, 0.0), (30.0, 0.0), (1.0, 1.0)):
-        for _ in range(SETTLING):
-            feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
         for _ in range(HOSTS):
             feedback.host(HostTime(seconds, ours), plan, recorded)
         feedback.adopted()
-        paces.append(feedback.host_pace)
+        paces.append(feedback.corrections.host_pace)
     assert paces == [0.5, 0.5, 0.0]
 
 
@@ -467,7 +372,7 @@ def test_where_the_device_waits_for_the_host_iterations_say_nothing_of_the_devic
         assert not feedback.iteration(
             IterationTime(40.0, {}), simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
         )
-    assert feedback.pace == 1.0
+    assert feedback.corrections.pace == 1.0
 
 
 def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() -> None:
@@ -477,15 +382,13 @@ def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() ->
     trace = Trace(sites, 4, others=(0,) * 5, recipes=recipes).on(clocks)
     plan = make_plan("test", trace, {0}, 4 * MiB, dropped={1})
     feedback = Feedback(TARGET, PCIE_GEN5)
-    for _ in range(SETTLING):
-        feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
     hooks = HookTime(stays=0.5, moves=0.125, remade=0.75, groups=2.0)
     for _ in range(HOSTS):
         feedback.host(HostTime(15.0, 3.5, hooks=hooks), plan, simulate(trace, feedback.links, plan))
     assert feedback.links.calls == Calls(group=2.0, moved=0.125, remade=pytest.approx(0.5))  # besides its operators
     told = simulate(feedback.corrected(trace), feedback.links, plan)
     assert told.calls == pytest.approx(0.125 + 0.75 + 2.0)
-    assert feedback.hooks == pytest.approx(3.5 - 0.125 - 0.75 - 2.0)
+    assert feedback.corrections.hooks == pytest.approx(3.5 - 0.125 - 0.75 - 2.0)
 
 
 def test_a_short_iteration_says_nothing_of_the_device_before_the_host_s_time_is_known() -> None:
@@ -503,8 +406,8 @@ def test_a_short_iteration_says_nothing_of_the_device_before_the_host_s_time_is_
             made = (PlannedIteration(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
             feedback.adopted()
     assert changed == 1
-    assert feedback.pace == 1.0
-    assert feedback.host_pace == pytest.approx(2 / 3)
+    assert feedback.corrections.pace == 1.0
+    assert feedback.corrections.host_pace == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("why", ["pressed", "resized"])
@@ -524,7 +427,7 @@ def test_an_iteration_that_flushed_or_had_another_size_tells_the_pace_where_it_w
         for _ in range(SURE)
     ]
     assert any(changed) == (takes < 1)
-    assert feedback.pace == pace
+    assert feedback.corrections.pace == pace
 
 
 def test_where_the_allocator_flushes_a_few_short_iterations_say_nothing_of_the_pace() -> None:
@@ -534,14 +437,7 @@ def test_where_the_allocator_flushes_a_few_short_iterations_say_nothing_of_the_p
     for iteration in range(200):
         time = IterationTime((0.5 if iteration % 5 == 0 else 1.0) * PREDICTED.seconds, {})
         feedback.iteration_over(made, 0, TARGET, pressed=True, overflow=0, iteration_time=time)
-    assert feedback.pace == 1.0
-
-
-def test_an_allocator_that_flushes_in_three_periods_of_four_has_too_little_room() -> None:
-    """Of kinds of periods that alternate, one may do without."""
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    cuts = [feedback.peak(TARGET, TARGET, TARGET, pressed=k % 4 > 0, may_grow=True) for k in range(SETTLING + SURE)]
-    assert sum(cuts) == 1
+    assert feedback.corrections.pace == 1.0
 
 
 def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_recorded() -> None:
@@ -550,8 +446,6 @@ def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_r
     plan = make_plan("test", trace, (), 1000)
     predicted = simulate(trace, PCIE_GEN5, plan)
     feedback = Feedback(TARGET, PCIE_GEN5)
-    for _ in range(SETTLING):
-        feedback.iteration_over((), 0, TARGET, pressed=False, overflow=0, iteration_time=None)
     for _ in range(HOSTS):
         feedback.host(HostTime(6.1, 0.1), plan, predicted)
     assert feedback.corrected(trace).seconds == trace.seconds

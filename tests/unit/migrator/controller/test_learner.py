@@ -23,7 +23,8 @@ from tests.unit.learners import (
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.controller.feedback import PRESSED, SETTLED, UNTIMED
+from torch_tiers.migrator.controller.budget import PRESSED, SETTLED
+from torch_tiers.migrator.controller.feedback import UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
 from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION, KINDS
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links

@@ -237,11 +237,11 @@ def test_what_holds_least_still_does_whatever_the_links(policy: str) -> None:
             learner.iteration_over(None, over, whole=True, pressed=False, mispredicted=False)
 
     iterations(30)
-    (before,), correction = learner.plans, learner._feedback.correction
+    (before,), correction = learner.plans, learner._feedback.budget.correction
     for links in 4 * (LOADED, CROWDED, None):
         learner.relink(PCIE_GEN5 if links is None else PCIE_GEN5.reduced(links))
         iterations(10)
-    assert learner._feedback.correction == correction
+    assert learner._feedback.budget.correction == correction
     assert learner.plans[0].is_the_same_as(before), "and so what was before others came is there again"
 
 

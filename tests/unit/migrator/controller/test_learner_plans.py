@@ -27,7 +27,8 @@ from tests.unit.learners import (
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.background import in_background
-from torch_tiers.migrator.controller.feedback import SETTLED, SURE, UNTIMED
+from torch_tiers.migrator.controller.budget import SETTLED, SURE
+from torch_tiers.migrator.controller.feedback import UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
 from torch_tiers.migrator.controller.plan_requests import AT_ONCE, Job
 from torch_tiers.migrator.controller.planned import PlannedIteration

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import replace
 
 from tests.unit.learners import MODEL, peak_of
-from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, plan_all
+from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, PlanRequest, plan_all
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import at_pace
@@ -28,8 +28,8 @@ def always(plan: Plan) -> Policy:
 def made(
     plan: Plan, present: Plan, *, budget: int = BUDGET, before: int = BUDGET, links: Links = PCIE_GEN5
 ) -> PlannedIteration:
-    (given,) = plan_all(always(present), (MODEL,), (before,), 0, PCIE_GEN5)
-    (found,) = plan_all(always(plan), (MODEL,), (budget,), 0, links, present=(given,))
+    (given,) = plan_all(always(present), PlanRequest((MODEL,), (before,), 0, PCIE_GEN5))
+    (found,) = plan_all(always(plan), PlanRequest((MODEL,), (budget,), 0, links, present=(given,)))
     return found
 
 
@@ -46,8 +46,8 @@ def test_a_plan_that_gains_takes_the_place_of_the_present_one_and_no_other() -> 
 
 def test_what_stays_is_held_against_what_it_comes_to_by_what_is_known_now() -> None:
     slower = at_pace(MODEL, 1.3)
-    (present,) = plan_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
-    (found,) = plan_all(always(SLOW), (slower,), (BUDGET,), 0, PCIE_GEN5, present=(present,))
+    (present,) = plan_all(always(FAST), PlanRequest((MODEL,), (BUDGET,), 0, PCIE_GEN5))
+    (found,) = plan_all(always(SLOW), PlanRequest((slower,), (BUDGET,), 0, PCIE_GEN5, present=(present,)))
     assert found.plan is FAST
     assert found.predicted is not None
     assert found.predicted.seconds == seconds(slower, FAST)
@@ -82,13 +82,13 @@ def test_unless_what_there_is_moves_little_enough() -> None:
     fewer = replace(FAST, groups=FAST.groups[1:])
     assert is_low_traffic(FAST, contended, 1e3)
     slow = at_pace(MODEL, 1e4)
-    (present,) = plan_all(always(FAST), (slow,), (ample,), 0, contended)
-    (found,) = plan_all(always(fewer), (slow,), (ample,), 0, contended, present=(present,))
+    (present,) = plan_all(always(FAST), PlanRequest((slow,), (ample,), 0, contended))
+    (found,) = plan_all(always(fewer), PlanRequest((slow,), (ample,), 0, contended, present=(present,)))
     assert found.stays
 
 
 def test_a_plan_that_is_no_other_is_the_very_plan_there_was() -> None:
-    (present,) = plan_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    (present,) = plan_all(always(FAST), PlanRequest((MODEL,), (BUDGET,), 0, PCIE_GEN5))
     copied = pickle.loads(pickle.dumps(FAST))
     assert copied != FAST and copied.is_the_same_as(FAST)
     assert replace(present, plan=copied).after(present).plan is FAST
@@ -98,7 +98,7 @@ def test_a_plan_that_is_no_other_is_the_very_plan_there_was() -> None:
 
 def test_from_another_process_the_plan_that_stays_comes_back_as_the_very_plan_there_was() -> None:
     """Who carries plans out knows groups by identity."""
-    (present,) = plan_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    (present,) = plan_all(always(FAST), PlanRequest((MODEL,), (BUDGET,), 0, PCIE_GEN5))
     copied = pickle.loads(pickle.dumps(made(SLOW, present=FAST)))
     assert copied.plan is not FAST and copied.stays
     assert copied.after(present).plan is present.plan

@@ -1,0 +1,142 @@
+"""Corrects the budget by what lay in HBM: by peaks, and by what the allocator had no room for. Pure.
+
+- A peak above the target reduces the budget at once. A peak below the prediction raises it by halves, but never past a
+  ceiling: a budget that was found too large. If no peak is predicted, because the rest of HBM was not measured, the
+  room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
+  most.
+- An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
+  put something elsewhere, iteration after iteration; that reduces the budget as long as it helps.
+"""
+
+from __future__ import annotations
+
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.model.trace import Trace
+
+SURE = 8  # of the last iterations under the plans there are: so many make sure of what these need
+PRESSED = 0.03  # of the target: by so much the budget is cut when the allocator flushed its cache
+SETTLED = 0.02  # of the target: closer than this the budget stays as it is
+SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
+TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
+CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
+SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few iterations to come back
+PRESSES = 4  # of the last SURE iterations with a flush: there is too little room, and by then the pace is known
+GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
+WORTH = 0.08  # of the target: what a growth must bring
+
+
+class Budget:
+    """The budget that plans are made for, with its correction.
+
+    Parameters
+    ----------
+    target : int
+        The peak to aim for, in bytes.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.correction = 0  # in bytes
+        self.under = 0  # iterations under the plans there are
+        self._room: int | None = None  # for saved tensors, from the first peak on
+        self._ceiling: int | None = None  # the largest correction that no iteration so far has found too large
+        self._growths = 0
+        self._good: int | None = None  # the last correction whose plan kept to the target
+        self._overflow: int | None = None  # when the budget was last cut for it
+        self._highest = 0  # of the peaks under the present plans
+        self._flushes: list[bool] = []  # of these iterations the last ones, whether the allocator flushed its cache
+        self._spills = 0  # the same of those in which something was put elsewhere
+        self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
+
+    def __str__(self) -> str:
+        """Describe the correction, for a log."""
+        return f"budget {'-' if self.correction < 0 else '+'}{format_size(abs(self.correction))}"
+
+    def estimate(self, peak: int) -> None:
+        """Take in the peak of a recorded iteration; the first one tells the room for saved tensors."""
+        if self._room is None:
+            self._room = max(0, self.target - peak)
+
+    def before_correction(self, trace: Trace) -> int:
+        """Return the budget of a plan for `trace`: all of the target if it was measured what else lies in HBM."""
+        return self.target if trace.others else self._room or 0
+
+    def adopted(self) -> None:
+        """Take note that the plans changed, and with them what the allocator caches."""
+        self._highest = 0
+        self.rearranged()
+
+    def stayed(self) -> None:
+        """Take note that the plans stay after a correction; later iterations will tell whether it was right."""
+        self.under = self._highest = 0
+
+    def rearranged(self) -> None:
+        """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
+        self.under = self._spills = 0
+        self.forget_flushes()
+
+    def forget_flushes(self) -> None:
+        """Take note that flushes so far tell nothing of what comes."""
+        self._flushes.clear()
+
+    def news(self) -> None:
+        """Take note of a new trace."""
+        self._cuts = 0
+
+    def peak(
+        self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
+    ) -> bool:
+        """Take in the peak of an iteration; return whether the correction changed.
+
+        Parameters
+        ----------
+        peak, predicted : int
+            Most bytes in HBM; None if that could not be predicted.
+        base : int
+            The budget before correction.
+        pressed : bool
+            Whether the allocator had to flush its cache to stay within the budget.
+        may_grow : bool
+            Whether the plan would use a larger budget.
+        overflow : int
+            Bytes that the allocator had to put elsewhere, as HBM was full.
+        """
+        self.under += 1
+        self._highest = max(self._highest, peak)
+        if self.under > SETTLING:
+            self._flushes = [*self._flushes[1 - SURE :], pressed]
+        if predicted is not None:
+            # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
+            often = len(self._flushes) == SURE and sum(self._flushes) >= PRESSES
+            pressed = pressed and often and self._cuts < CUTS
+            if pressed:
+                self._cuts += 1
+            elif not any(self._flushes) and self.under >= SURE:
+                self._cuts = 0
+        slack = -int(PRESSED * self.target) if pressed else self.target - peak
+        self._spills = self._spills + 1 if overflow and self.under > SETTLING else 0
+        if not overflow:
+            self._overflow = None
+        elif self._spills >= SPILLS and (self._overflow is None or overflow < self._overflow):
+            # What did not become less when the budget did is not the plan's.
+            self._overflow = overflow
+            slack = min(slack, -overflow - int(SETTLED * self.target) - 1)
+        if slack >= -SETTLED * self.target:
+            self._good = self.correction
+        if abs(slack) <= SETTLED * self.target:
+            return False
+        before = self.correction
+        if slack < 0:
+            # A program may alternate between kinds of iterations: the largest must fit, and it comes again.
+            less = self.correction + slack
+            if predicted is not None and self._good is not None and less < self._good < self.correction:
+                less = self._good  # it grew too far: what was there before kept to the target
+            self.correction = self._ceiling = max(-base, less)
+        elif may_grow and (gain := slack if predicted is None else min(self.target, predicted) - self._highest) > 0:
+            most = self.target - base if predicted is None else self.target // 2
+            # What one short iteration leaves free, the next one may need.
+            due = self.under >= TELLING and self._growths < GROWTHS
+            if predicted is None or (due and gain > WORTH * self.target):
+                self._growths += 1
+                self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
+        return self.correction != before

@@ -1,0 +1,95 @@
+"""Takes over plans that were asked for from those in force, and warns where there are none. Pure."""
+
+from __future__ import annotations
+
+import logging
+from operator import is_
+
+from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests
+from torch_tiers.migrator.controller.planned import PlannedIteration, following
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Trace
+
+log = logging.getLogger("tiers")
+
+REFUSED, FAILED = "no plan fits", "planning failed"  # what a user is warned of once
+
+
+class PlansInForce:
+    """The plans that are carried out until others are taken over.
+
+    Parameters
+    ----------
+    budget : int
+        The user's budget, which warnings name.
+    warned : set of str
+        Warnings that were given already.
+    """
+
+    def __init__(self, budget: int, warned: set[str]) -> None:
+        self.planned: tuple[PlannedIteration, ...] = ()
+        self.traces: tuple[Trace, ...] = ()  # what `planned` is for
+        self.under = 0  # iterations under them
+        self.any_yet = False  # whether there ever were any
+        self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
+        self._budget = budget
+        self._warned = warned
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Return one plan for each of `traces`."""
+        return tuple(each.plan for each in self.planned)
+
+    def are_for(self, recorded: tuple[Trace, ...]) -> bool:
+        """Return whether the plans are for these very traces: for newer ones no plan may have been possible."""
+        return len(recorded) == len(self.recorded) and all(map(is_, recorded, self.recorded))
+
+    def take_over(self, requests: PlanRequests, took: float | None, *, afresh: bool) -> bool | None:
+        """Take over plans that are ready; return whether they differ from those in force; None if none are.
+
+        See `planned.following` for the parameters.
+        """
+        try:
+            taken = requests.take()
+        except NoPlanFits as error:
+            if not self.any_yet:
+                raise
+            self._warn_once(REFUSED, f"{error.out_of(self._budget)}; the plans there are stay")
+            return None
+        except PlanningFailed as error:
+            self.say_failed(str(error))
+            return None
+        if taken is None:
+            return None
+        planned, request, recorded = taken
+        planned = following(planned, self.planned, request, took, afresh=afresh)
+        differ = afresh or [each.plan for each in planned] != [each.plan for each in self.planned]
+        self.begin(planned, request.traces, recorded)
+        return differ
+
+    def begin(
+        self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], recorded: tuple[Trace, ...]
+    ) -> None:
+        """Have these plans from now on, for traces with corrected times and as they were recorded."""
+        self.planned, self.traces, self.recorded = planned, traces, recorded
+        self.under, self.any_yet = 0, True
+
+    def forget(self) -> None:
+        """Have no plans, as these cannot be executed."""
+        self.planned, self.traces = (), ()
+
+    def say_refused(self) -> None:
+        """Warn once of plans that use more than the budget."""
+        for each in self.planned:
+            if each.refused is not None:
+                self._warn_once(REFUSED, f"{each.refused.out_of(self._budget)}; it runs anyway, using more hbm")
+
+    def say_failed(self, why: str) -> None:
+        """Warn once that plans which were asked for were not made."""
+        stays = "the plans there are stay" if self.planned else "all that is saved moves, as before the first plan"
+        self._warn_once(FAILED, f"{why}; {stays}")
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s", text)

@@ -1,0 +1,76 @@
+"""What of a run is cached for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tests.unit.learners import MODEL, peak_of
+from torch_tiers.migrator.controller.cached_plans import CachedPlans
+from torch_tiers.migrator.controller.cached_run import CachedRun
+from torch_tiers.migrator.controller.feedback import Feedback
+from torch_tiers.migrator.controller.in_force import PlansInForce
+from torch_tiers.migrator.controller.planned import plan_all
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.trace import Site
+from torch_tiers.migrator.policies import POLICIES
+
+TARGET = peak_of(MODEL) * 3 // 4
+
+
+class Single(list[CachedPlans]):
+    """A cache that takes every program for the same."""
+
+    def find(self, sites: Sequence[Site]) -> CachedPlans | None:
+        return self[-1] if self else None
+
+    def store(self, plans: CachedPlans) -> None:
+        self.append(plans)
+
+
+def in_force(links: Links = PCIE_GEN5) -> tuple[PlansInForce, Feedback]:
+    plans, feedback = PlansInForce(TARGET, set()), Feedback(TARGET, links)
+    request = feedback.request((MODEL,))
+    plans.begin(plan_all(POLICIES["auto"], request), request.traces, (MODEL,))
+    return plans, feedback
+
+
+def test_plans_are_cached_once_until_they_change() -> None:
+    cache = Single()
+    run = CachedRun(cache, TARGET)
+    assert [run.store(*in_force(), int) for _ in range(2)] == [True, False]
+    run.changed()
+    assert run.store(*in_force(), int)
+    assert len(cache) == 2 and cache[0].traces == (MODEL,)
+
+
+def test_plans_that_were_found_are_not_cached_again() -> None:
+    cache = Single()
+    CachedRun(cache, TARGET).store(*in_force(), int)
+    run, (plans, feedback) = CachedRun(cache, TARGET), in_force()
+    assert run.find(MODEL, PCIE_GEN5, int) is cache[0] and not run.resumed
+    run.begun(plans.plans, MODEL)
+    assert run.resumed and not run.store(plans, feedback, int)
+
+
+def test_plans_beside_others_or_above_the_budget_are_not_cached() -> None:
+    cache = Single()
+    run = CachedRun(cache, TARGET)
+    assert not run.store(*in_force(PCIE_GEN5.reduced({"bus": 0.5})), int)
+    plans, feedback = in_force()
+    plans.planned = tuple(replace(each, least=True) for each in plans.planned)
+    assert not run.store(plans, feedback, int) and not cache
+
+
+def test_the_first_recorded_iteration_alone_verifies_what_was_found() -> None:
+    run, (plans, _) = CachedRun(Single(), TARGET), in_force()
+    bare = replace(MODEL, recipes={})
+    assert any(plan.recompute for plan in plans.plans)
+    assert not run.differs(plans, bare, 0), "nothing was found"
+    run.begun(plans.plans, bare)
+    assert run.completes
+    assert run.differs(plans, bare, 0) and not run.differs(plans, bare, 0)
+    run.begun(plans.plans, MODEL)
+    assert not run.completes and not run.differs(plans, MODEL, TARGET)
+    run.begun(plans.plans, MODEL)
+    assert run.differs(plans, MODEL, 2 * TARGET)
