@@ -295,7 +295,7 @@ class Runtime:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
                 changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
-                changed |= advice is not None and mover.apply_advice(*advice)
+                changed |= advice is not None and mover.plans.apply_advice(*advice, recorded=mover.recorder is not None)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
@@ -303,9 +303,9 @@ class Runtime:
                 self._happened("learns anew", device=str(device))
         movers = saver.armed_movers
         for mover in movers:
-            if mover.pays_back():
+            if mover.plans.room.pays_back():
                 self._devices.pay_back(mover.engine.compute.device)
-        if pages is not None and (new := [mover for mover in movers if mover.take_news()]):
+        if pages is not None and (new := [mover for mover in movers if mover.plans.take_news()]):
             self._tell_pages(pages, saver, new)
         if changed:
             if not self.closed:  # else they are never carried out

@@ -40,7 +40,7 @@ from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices
-from torch_tiers.migrator.saved import mover
+from torch_tiers.migrator.saved import learning_room
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
@@ -169,7 +169,7 @@ def moving(
         return replace(made, room=stays + room)
 
     with (
-        mock.patch.object(mover, "learning_room", lambda *_: room),
+        mock.patch.object(learning_room, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
         mock.patch.object(assembly, "recomputes", lambda name: recompute or plan is not None),
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
