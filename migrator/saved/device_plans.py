@@ -26,16 +26,7 @@ SAMPLED = 7
 class DevicePlans:
     """The plans for the saved tensors of one thread on one device. To be used with the engine's lock.
 
-    Parameters
-    ----------
-    engine, filling
-        The device's, which carry the plans out.
-    learner : Learner
-        Decides which iterations are recorded, and orders plans.
-    room : LearningRoom
-        The room before there is a plan.
-    spills : bool
-        See `migrator.saved.mover.Mover`.
+    For `learner` and `spills` see `migrator.saved.mover.Mover`.
     """
 
     def __init__(self, engine: Engine, filling: Filling, learner: Learner, room: LearningRoom, *, spills: bool) -> None:

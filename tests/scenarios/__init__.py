@@ -186,7 +186,7 @@ def recomputed(session: Session) -> set[str]:
     """Return the keys of the sites whose tensors this thread's plans drop and make again."""
     saver = session.runtime.saver()
     assert saver is not None
-    return {key for mover in saver.armed_movers for plan in mover.learner.plans for key in plan.recompute}
+    return {key for mover in saver.movers.armed for plan in mover.learner.plans for key in plan.recompute}
 
 
 REMADE: dict[str, Any] = {"recompute": True, "share": 0}

@@ -165,7 +165,7 @@ class Training:
             self.losses.append(loss.detach())
             self.moved.append(sum(self.session.stats()["moved"].values()) - before)
             (saver,) = self.session.runtime._savers
-            self.ahead.append(saver.armed_movers[0].engine.ahead)
+            self.ahead.append(saver.movers.armed[0].engine.ahead)
             self.shares.append(self.watch.backoff.share)
         return range(first, len(self.ahead))
 

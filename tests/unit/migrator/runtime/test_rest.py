@@ -122,7 +122,7 @@ def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
         assert is_on()
         saver = session.runtime.saver()
         assert saver is not None
-        (mover,) = saver.armed_movers
+        (mover,) = saver.movers.armed
         assert mover.learner.traces  # of the iteration that was recorded at once
         pages.overflowed = 0
         train(CLOSELY + 8)
