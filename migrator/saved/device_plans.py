@@ -43,7 +43,8 @@ class DevicePlans:
 
     @property
     def keep_everything(self) -> bool:
-        """Return whether it was seen that the program fits: what HBM has no room for corrects the plans."""
+        """Return whether everything stays by the plans, and long enough did."""
+        # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
         fits = self._spills and self.learner.settled and min(self._unchanged, self._fitting) > CLOSELY
         return fits and all(plan.keeps_everything for plan in self.learner.plans)
 
