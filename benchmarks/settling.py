@@ -32,7 +32,7 @@ class Plans:
 def plans(session: Session) -> Plans:
     """Those of this thread."""
     saver = session.runtime.saver()
-    movers = saver.armed_movers if saver is not None else []
+    movers = saver.movers.armed if saver is not None else []
     return Plans(
         tuple(plan for mover in movers for plan in mover.learner.plans),
         any(mover.learner.planning for mover in movers),

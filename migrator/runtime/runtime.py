@@ -88,7 +88,7 @@ class Runtime:
         if self._savers.thread.saver is not None:
             self._savers.thread.saver.end_iteration()
         for saver in self._savers:
-            for mover in saver.armed_movers:
+            for mover in saver.movers.armed:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
@@ -173,7 +173,7 @@ class Runtime:
 
     def _iteration_begins(self, saver: Saver) -> None:
         """The allocator's period begins, if one is due. The device has nothing to do meanwhile: this is to be short."""
-        if not self._optimizers.period_due or not torch.is_grad_enabled() or saver.capturing():
+        if not self._optimizers.period_due or not torch.is_grad_enabled() or saver.movers.capturing():
             return
         # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
         # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
@@ -181,7 +181,7 @@ class Runtime:
         # Else others are in the middle of their iterations; or this one's is not over: it stepped in backward.
         # And while hooks rest nobody asks for a peak.
         if not saver.resting and self._savers.is_alone and not saver.place.in_backward:
-            for mover in saver.armed_movers:
+            for mover in saver.movers.armed:
                 mover.pass_by()
         pages = self.options.pages()
         if pages is None:
@@ -189,9 +189,9 @@ class Runtime:
         if not self._progress.steps:
             pages.begin()
             return
-        with nullcontext() if saver.resting else saver.untracked():
+        with nullcontext() if saver.resting else saver.movers.untracked():
             pages.period_over(alone=self._savers.is_alone)
-        if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.armed_movers):
+        if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.movers.armed):
             self._wake(saver)
 
     def _wake(self, saver: Saver) -> None:
@@ -201,14 +201,14 @@ class Runtime:
         if saver.wake():
             self._progress.happened("hbm was full")
             if self._savers.is_alone:
-                for mover in saver.armed_movers:
+                for mover in saver.movers.armed:
                     mover.engine.compute.pass_by(counts=False)
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         self._iteration_begins(saver)
         self._look_at(root)
-        if self._tensors is not None and not saver.capturing():
-            idle = all(mover.engine.compute.idle() for mover in saver.armed_movers)
+        if self._tensors is not None and not saver.movers.capturing():
+            idle = all(mover.engine.compute.idle() for mover in saver.movers.armed)
             self._time.iteration_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
@@ -238,15 +238,15 @@ class Runtime:
     def _iteration_over(self, saver: Saver) -> None:
         self._progress.iteration()
         whole, saver.steps_before = saver.steps_before > 0, self._progress.steps
-        advice = self._advice.iteration_over(saver.armed_movers)
+        advice = self._advice.iteration_over(saver.movers.armed)
         changed = False
         host = (
             None if self._tensors is None else self._time.iteration_over(self._tensors.spent(), self._counters.blocked)
         )
         pages = self.options.pages()
-        for mover in saver.armed_movers:
+        for mover in saver.movers.armed:
             device = mover.engine.compute.device
-            threads = max(1, sum(device in other.movers for other in self._savers))
+            threads = max(1, sum(device in other.movers.by_device for other in self._savers))
             overflow = 0 if pages is None else pages.overflow(device) // threads
             self._progress.unmanaged(mover.unmanaged)
             recorded = mover.recorder is not None
@@ -254,17 +254,17 @@ class Runtime:
                 self._progress.happened("hbm was full", device=str(device), bytes=overflow)
             try:
                 changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
-                changed |= advice is not None and mover.apply_advice(*advice)
+                changed |= advice is not None and mover.plans.apply_advice(*advice, recorded=mover.recorder is not None)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
             if mover.recorder is not None and not recorded:
                 self._progress.happened("learns anew", device=str(device))
-        movers = saver.armed_movers
+        movers = saver.movers.armed
         for mover in movers:
-            if mover.pays_back():
+            if mover.plans.room.pays_back():
                 self._devices.pay_back(mover.engine.compute.device)
-        if pages is not None and (new := [mover for mover in movers if mover.take_news()]):
+        if pages is not None and (new := [mover for mover in movers if mover.plans.take_news()]):
             self._tell_pages(pages, saver, new)
         if changed:
             if not self.closed:  # else they are never carried out
@@ -273,8 +273,8 @@ class Runtime:
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
-        now = self._optimizers.period_due and self._savers.is_alone and not self.closed and not saver.capturing()
-        with saver.untracked():  # no part of the next iteration, whose recorder there may be already
+        now = self._optimizers.period_due and self._savers.is_alone and not self.closed and not saver.movers.capturing()
+        with saver.movers.untracked():  # no part of the next iteration, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
@@ -306,7 +306,7 @@ class Runtime:
                 self._progress.iteration()
                 self._advice.iteration_passed()
                 if self._savers.is_alone:  # others ask for themselves what has flushed
-                    for mover in saver.armed_movers:
+                    for mover in saver.movers.armed:
                         mover.engine.compute.pressed()  # which counts it
         elif saver is not None:
             self._stepped(saver, leads=leads)
@@ -318,7 +318,7 @@ class Runtime:
         saver.leave_all()
         saver.end_iteration(stepped=leads)
         if self._optimizers.period_due and self._savers.is_alone:
-            for mover in saver.armed_movers:
+            for mover in saver.movers.armed:
                 mover.engine.compute.pass_by(counts=True)
         saver.stepped()
         if self._savers.is_alone:  # of several threads one alone would see that HBM is full
@@ -331,7 +331,7 @@ class Runtime:
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
         """Return the last trace and plan."""
-        learners = [mover.learner for saver in self._savers for mover in saver.armed_movers]
+        learners = [mover.learner for saver in self._savers for mover in saver.movers.armed]
         last = next((learner for learner in reversed(learners) if learner.plans), None)
         return self._learned if last is None else (replace(last.traces[-1], varies=last.varies), last.plans[-1])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from torch_tiers.migrator.recompute.replays import Replay, Replays
@@ -11,9 +9,8 @@ from torch_tiers.migrator.recompute.trials import Trial
 from torch_tiers.migrator.recompute.verified import Took, Verified, base_of, layout
 from torch_tiers.migrator.recording.record import Recording
 from torch_tiers.migrator.saved.dropped import Dropped
+from torch_tiers.migrator.saved.movable import Movable
 from torch_tiers.migrator.saved.packed import Packed
-
-Movable = Callable[[Tensor], bool]
 
 
 class Observer:
@@ -21,8 +18,8 @@ class Observer:
 
     Parameters
     ----------
-    movable : callable
-        Returns whether a tensor may move.
+    movable : Movable
+        Tells which tensors may move.
     replays : Replays, optional
         Finds how tensors are recomputed. Without it nothing is.
     """
@@ -41,7 +38,7 @@ class Observer:
         if record is None or record.known is None:
             return
         trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
-        if trials is None or not trials.is_new(ident, key) or not self._movable(base):
+        if trials is None or not trials.is_new(ident, key) or not self._movable.may_move(base):
             return
         dropped = packed.made if isinstance(packed, Dropped) else None
         what, index = (self._find(base), 0) if dropped is None else (dropped.replay, dropped.index)

@@ -52,6 +52,16 @@ def check(packed: Packed) -> None:
         raise modified(source.counter, packed.dtype, packed.size, source.version)
 
 
+def peek(packed: Packed) -> Tensor:
+    """Return a saved tensor from which another is recomputed, without counting that as a use by backward."""
+    check(packed)
+    if isinstance(packed, tuple):
+        return packed[0]
+    if isinstance(packed, Dropped):
+        return packed.view(peek, count=False)
+    return packed.mover.restore(packed, count=False)
+
+
 class Look:
     """Returns packed tensors for a trial recomputation, without side effects on groups or counts.
 

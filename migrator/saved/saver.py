@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.program.sites import Modules, Node
 from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.recording.record import Record
@@ -26,23 +23,16 @@ from torch_tiers.migrator.saved.actions import Action, Go, Owner, Recompute, Sta
 from torch_tiers.migrator.saved.agenda import Agenda
 from torch_tiers.migrator.saved.dropped import Dropped
 from torch_tiers.migrator.saved.garbage import Allowance
+from torch_tiers.migrator.saved.movable import MIN_BYTES, Movable
 from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.saved.movers import Movers
 from torch_tiers.migrator.saved.observer import Observer
-from torch_tiers.migrator.saved.packed import Look, Packed, alias_of, check, in_a_fork, keep, modified
+from torch_tiers.migrator.saved.packed import Look, Packed, alias_of, check, in_a_fork, keep, modified, peek
 from torch_tiers.migrator.saved.stack import OnStack
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.tape.recorder import Recorder
 
 log = logging.getLogger("tiers")
-
-MIN_BYTES = 4096
-"""Smaller storages stay in HBM: handling one costs more than its memory is worth."""
-
-LOOKS = 16
-"""Forwards in a row without a backward after which an iteration is no longer recorded."""
-
-UNRECORDED = 2
-"""Iterations in a row that may end so: programs that begin each one with such forwards are to have plans, too."""
 
 LISTENS = 31
 """In one iteration of so many no module is bypassed: with 2, 4 or 8 micro-batches another one each time."""
@@ -89,33 +79,19 @@ class Saver(OnStack):
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
-        self._replays = None if recorder is None else Replays(recorder, lambda storage: storage in self._parameters())
-        self._tensors = tensors
+        self._movable = Movable(tensors)
+        self._replays = None if recorder is None else Replays(recorder, self._movable.is_weight)
         self._forks = _forks
         self.modules: Modules[Action] = Modules()
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
-        self.movers: dict[torch.device, Mover | None] = {}
+        self.movers = Movers(make_mover, self.place)
         self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the iteration under way goes by
         self.steps_before = 0  # optimizer steps made before the iteration began
-        self._looks = 0  # forwards in a row, while recording, through which no backward went
-        self._unrecorded = 0  # iterations in a row of which nothing was recorded for that
-        self._make_mover = make_mover
         self._root_begins = root_begins
         self._iteration_over = iteration_over
         self._allowance = allowance
-        self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
-        self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
-        self._gathered = weights.Gathered()  # and those that are filled with parameters for a while
-        self._changing = False  # whether it is not known which
         self._observer = Observer(self._movable, self._replays)
-
-    # ----------------------------------------------------------------------------------- on, off
-
-    @property
-    def armed_movers(self) -> list[Mover]:
-        """Return the movers of the devices on which anything was saved."""
-        return [mover for mover in self.movers.values() if mover is not None]
 
     def pop(self) -> None:
         """Switch the hooks off for good. If somebody else's hooks lie on top of them, keep every tensor from now on."""
@@ -123,18 +99,13 @@ class Saver(OnStack):
         if self._replays is not None:
             self._replays.end()
         self._agenda = self.place.agenda = Agenda()
-        for mover in self.armed_movers:
-            if mover.recorder is not None:
-                mover.recorder.abandon()
-        self.movers = {}
-        self.place.recording = False
+        self.movers.disarm()
         self._listen()
         self.place.iteration += 1  # the modules look their actions up anew
-        self._make_mover = lambda device: None
 
     def rest_if_idle(self) -> None:
         """Switch the hooks off if no saved tensor has to be handled. Call it between two iterations only."""
-        if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
+        if self.movers.armed and all(mover.idle for mover in self.movers.armed) and self.rest():
             self._allowance.hold(self, 0)
 
     def wake(self) -> bool:
@@ -142,7 +113,7 @@ class Saver(OnStack):
 
         Call this before the first forward of an iteration only.
         """
-        if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
+        if not self.is_free() or not any([mover.wake() for mover in self.movers.armed]):
             return False
         log.info("hbm is full: saved tensors are recorded again")
         self.resting = self.place.in_backward = False
@@ -159,7 +130,7 @@ class Saver(OnStack):
         modules, place = self.modules, self.place
         node = modules.nodes.get(id(module))
         if place.recording:
-            with self._between():
+            with self.movers.between():
                 self._enter(module)
         elif node is None or not modules.stack:
             self._enter(module)
@@ -171,18 +142,16 @@ class Saver(OnStack):
 
     def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
-            for armed in self.armed_movers:  # a forward that raised, before one that saves nothing, such as validation
+            for armed in self.movers.armed:  # a forward that raised, before one that saves nothing, such as validation
                 armed.collect()
             if self.place.recording and self._replays is not None:
                 self._replays.forget_dead()
-            self._forget_dead_forward()
-            # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
-            # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
-            self._root, self._fixed = weakref.ref(module), None
+            self.movers.forget_dead_forward()
+            self._movable.forward_begins(module)
             # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
-            finds = self.place.recording or self._agenda.makes or not self.movers
+            finds = self.place.recording or self._agenda.makes or not self.movers.by_device
             if self._replays is not None:
-                gathering = self._gathered.of(module, afresh=self.place.recording) if finds else None
+                gathering = self._movable.gathered.of(module, afresh=self.place.recording) if finds else None
                 self._replays.forward_begins(gathering)
             self._root_begins(self, module)
         self.modules.enter(module)
@@ -212,42 +181,11 @@ class Saver(OnStack):
         if self.bypassed:
             self.bypass(on=False)
 
-    def capturing(self) -> bool:
-        """Return whether the program is being captured into a CUDA graph."""
-        return any(mover.engine.compute.capturing() for mover in self.armed_movers)
-
     def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
         """Use these actions from the next iteration on."""
         self._agenda = self.place.agenda = Agenda(actions)
         self._listen()
         self._allowance.hold(self, self._agenda.objects)
-
-    def _forget_dead_forward(self) -> None:
-        """Restart the iteration if all that it saved is dead: its forward raised, or no backward followed.
-
-        This happens only while an iteration is recorded. Then the recorder knows what is dead; and only then does it
-        matter: a trace with sites that do not come again leads to plans that wait for them. After `LOOKS` such forwards
-        in a row recording stops for this iteration: a program that only looks at outputs would be ten times slower as
-        long as it does.
-        """
-        if not self.place.recording or self.place.in_backward:
-            return
-        dead = False
-        for mover in self.armed_movers:
-            if mover.recorder is None:
-                continue
-            if mover.forward_is_dead():
-                mover.begin_again()
-                self.place.iteration += 1
-                dead = True
-            else:
-                dead |= mover.recorder.forward_begins()
-        self._looks = self._looks + 1 if dead else 0
-        if self._looks == LOOKS and self._unrecorded < UNRECORDED:
-            self._unrecorded += 1
-            for mover in self.armed_movers:
-                mover.record_no_more()
-            self.place.recording = False
 
     def end_iteration(self, *, stepped: bool = False) -> None:
         """End the iteration if its backward has begun. Optimizer steps and the next forward call this.
@@ -258,18 +196,12 @@ class Saver(OnStack):
         if self.place.in_backward or (stepped and self.place.bypass):
             self.place.in_backward = False
             self.place.iteration += 1
-            if self.place.recording and self._looks < LOOKS:
-                self._unrecorded = 0
-            self._looks = 0
+            self.movers.backward_came()
             try:
                 self._iteration_over(self)
             finally:  # whoever catches what it raises may go on
-                self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        recorders = [mover.recorder for mover in self.armed_movers]
-        self.place.recording = any(recorder is not None for recorder in recorders)
-        self._listen()
+                self.movers.begin_iteration()
+                self._listen()
 
     def _listen(self) -> None:
         """Choose the modules in which the hooks are bypassed in the iteration that begins.
@@ -278,34 +210,6 @@ class Saver(OnStack):
         """
         listens = self.place.recording or self.place.iteration % LISTENS == 0
         self.place.bypass = {} if listens else self._agenda.bypass
-
-    @contextmanager
-    def untracked(self) -> Iterator[None]:
-        """Do work of torch-tiers itself in this scope: it is not measured as the program's."""
-        with ExitStack() as stack:
-            for mover in self.armed_movers:
-                if mover.recorder is not None and not mover.engine.compute.capturing():
-                    stack.enter_context(mover.recorder.untracked())
-            yield
-
-    def _arrive(self) -> None:
-        """Stop counting host time as the program's: a hook has begun."""
-        for mover in self.armed_movers:
-            if mover.recorder is not None:
-                mover.recorder.arrive()
-
-    @contextmanager
-    def _between(self) -> Iterator[None]:
-        """Do work in this scope whose host time is not the program's, and which is not recorded."""
-        self._arrive()
-        try:
-            yield
-        finally:
-            for mover in self.armed_movers:
-                if mover.recorder is not None:
-                    mover.recorder.depart()
-
-    # ------------------------------------------------------------------------------------- hooks
 
     def pack(self, tensor: Tensor) -> Packed:
         """Handle a tensor that autograd saves; return what the graph holds in its place."""
@@ -345,7 +249,7 @@ class Saver(OnStack):
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack a tensor while the iteration is recorded: record it, and have a recomputation of it tried."""
         packed: Packed
-        self._arrive()
+        self.movers.arrive()
         key = f"{node.path}:{number}"
         if isinstance(action, Stay):
             if action.enter:
@@ -365,7 +269,7 @@ class Saver(OnStack):
         if self._forks != _forks:
             return in_a_fork(packed)
         if self.place.recording:
-            self._arrive()
+            self.movers.arrive()
         if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:
@@ -391,18 +295,9 @@ class Saver(OnStack):
             packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Dropped):
             # Asked for a second time: what it is made from is released, too, and recomputed once for all that need it.
-            return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
+            return Look()(packed) if packed.made.over else packed.view(peek, count=True)
         tensor = packed.mover.restore(packed)
         return tensor if record is None else record.compare(tensor, Look())
-
-    def _peek(self, packed: Packed) -> Tensor:
-        """Return a saved tensor from which another is recomputed, without counting that as a use by backward."""
-        check(packed)
-        if isinstance(packed, tuple):
-            return packed[0]
-        if isinstance(packed, Dropped):
-            return packed.view(self._peek, count=False)
-        return packed.mover.restore(packed, count=False)
 
     def _turn(self) -> None:
         if _graph_task() == -1:
@@ -410,22 +305,20 @@ class Saver(OnStack):
         self.place.in_backward = True
         if self._replays is not None:
             self._replays.end()
-        for mover in self.armed_movers:
+        for mover in self.movers.armed:
             mover.begin_backward()
-
-    # --------------------------------------------------------------------------------- deciding
 
     def _record(self, mover: Owner, key: str, tensor: Tensor) -> Record | None:
         if mover.recorder is None:
             return None
-        known = mover.storages.find(tensor) if self._movable(tensor) else None
+        known = mover.storages.find(tensor) if self._movable.may_move(tensor) else None
         return mover.recorder.save(key, known, self.place.here.kind, stays=True)
 
     def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
             return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
-        movable = self._movable(tensor, planned=go is not None and mover.recorder is None)
+        movable = self._movable.may_move(tensor, planned=go is not None and mover.recorder is None)
         if type(go) is Go and movable and mover.recorder is None:
             return mover.take(tensor, "", go)
         key = f"{node.path}:{number}"
@@ -440,30 +333,10 @@ class Saver(OnStack):
         return make.mover.drop(tensor, make, self._observer.find, self.place.here.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
-        if device not in self.movers:
-            mover = self.movers[device] = self._make_mover(device)
-            self.place.recording |= mover is not None and mover.recorder is not None
+        if device not in self.movers.by_device:
+            self.movers.add(device)
             self._listen()
-        return self.movers[device]
-
-    def _movable(self, tensor: Tensor, *, planned: bool = False) -> bool:
-        """Return whether the tensor may move: it has memory of its own that belongs to no parameter or buffer.
-
-        At a site that is `planned` to move this was checked when it was recorded.
-        """
-        storage = self._tensors.memory_of(tensor, MIN_BYTES)
-        return storage != 0 and (planned or storage not in self._parameters())
-
-    def _parameters(self) -> set[int]:
-        """Return the storages of the parameters and buffers of the outermost module that runs."""
-        if self._fixed is None or self._changing:  # FSDP gathers a layer's parameters right before its forward
-            root = self._root() if self._root is not None else None
-            self._fixed = set()
-            if root is not None:
-                gathering = self._gathered.of(root)
-                self._changing = not self._gathered.is_known(root)
-                self._fixed.update(weights.storages(weights.of_module(root)), gathering.storages if gathering else ())
-        return self._fixed
+        return self.movers.by_device[device]
 
 
 def _asked(record: Record | None) -> Record | None:

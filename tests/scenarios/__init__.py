@@ -40,7 +40,7 @@ from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices
-from torch_tiers.migrator.saved import mover
+from torch_tiers.migrator.saved import learning_room
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
@@ -169,7 +169,7 @@ def moving(
         return replace(made, room=stays + room)
 
     with (
-        mock.patch.object(mover, "learning_room", lambda *_: room),
+        mock.patch.object(learning_room, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
         mock.patch.object(assembly, "recomputes", lambda name: recompute or plan is not None),
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
@@ -186,7 +186,7 @@ def recomputed(session: Session) -> set[str]:
     """Return the keys of the sites whose tensors this thread's plans drop and make again."""
     saver = session.runtime.saver()
     assert saver is not None
-    return {key for mover in saver.armed_movers for plan in mover.learner.plans for key in plan.recompute}
+    return {key for mover in saver.movers.armed for plan in mover.learner.plans for key in plan.recompute}
 
 
 REMADE: dict[str, Any] = {"recompute": True, "share": 0}

@@ -117,7 +117,7 @@ def a_module_that_comes_to_save_more_is_noticed(device: torch.device) -> None:
         assert not growing.called[-1], "it was to be bypassed"
         thread_s = session.runtime.saver()
         assert thread_s is not None
-        (mover,) = thread_s.armed_movers
+        (mover,) = thread_s.movers.armed
         before = mover.learner.plans
         growing.grown = True
         train(model, device, steps=12)
@@ -255,7 +255,7 @@ def every_forward_of_several_before_a_step_is_an_iteration_of_its_own(device: to
             optimizer.zero_grad()
         ours = session.runtime.saver()
         assert ours is not None
-        (first, *_), trace = _layers(model), ours.armed_movers[0].learner.traces[-1]
+        (first, *_), trace = _layers(model), ours.movers.armed[0].learner.traces[-1]
         assert trace.sites[0].key == "Sequential.0:0"
         # The first tensor after a backward is heard, whatever iteration it is of: it ends the one before.
         assert first.called[-3:] == [True] * 3, first.called
@@ -325,7 +325,7 @@ def what_one_kind_of_iterations_needs_is_heard_in_all(device: torch.device) -> N
             train(model, device, steps=1)
         ours = session.runtime.saver()
         assert ours is not None
-        (mover,) = ours.armed_movers
+        (mover,) = ours.movers.armed
         bypassed = {key for key, action in mover.actions() if isinstance(action, Stay) and action.bypass}
         assert len(mover.learner.plans) == 2
         assert "TwoKinds.first:0" in bypassed

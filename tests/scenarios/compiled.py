@@ -294,7 +294,7 @@ def what_a_compiled_block_saves_in_parts_moves_once(device: torch.device) -> Non
         _train_attention(device, steps=1)
     with moving() as session:
         _train_attention(device, steps=6)
-        (trace,) = session.runtime.saver().armed_movers[0].learner.traces
+        (trace,) = session.runtime.saver().movers.armed[0].learner.traces
         before = moved(session)["d2h"]
         _train_attention(device, steps=1)
         went = moved(session)["d2h"] - before

@@ -78,7 +78,7 @@ def check_policy(program: str, policy: str, device: str) -> None:
         assert run(program, STEPS[device], device) == expected
         saver = session.runtime.saver()
         assert saver is not None
-        carried_out = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
+        carried_out = [plan for mover in saver.movers.armed for plan in mover.learner.plans]
     assert carried_out and all(plan in made for plan in carried_out)
     recomputed = sum(len(plan.recompute) for plan in carried_out)
     print(f"{program}, {policy}: {session.stats()['moved']}, {recomputed} recomputed")

@@ -207,7 +207,7 @@ def what_a_forward_that_raised_had_saved_is_gone_before_a_validation(device: tor
             model(batch(device, 7))
         saver = session.runtime.saver()
         assert saver is not None
-        (mover,) = saver.armed_movers
+        (mover,) = saver.movers.armed
         gc.collect()  # the exception is part of a cycle here, and holds what the forward had
         assert mover.engine.alive
         with torch.no_grad():

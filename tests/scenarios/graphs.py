@@ -178,7 +178,7 @@ def a_look_while_an_iteration_is_recorded_is_no_use(device: torch.device) -> Non
             train(perceptron(device), device, steps=6, loss_of=loss)
             saver = session.runtime.saver()
             assert saver is not None
-            ((trace,),) = (mover.learner.traces for mover in saver.armed_movers)
+            ((trace,),) = (mover.learner.traces for mover in saver.movers.armed)
         return trace.turn
 
     with_look, without = turn(look=True), turn(look=False)

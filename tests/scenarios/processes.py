@@ -263,7 +263,7 @@ def _steps_with_tiers(rank: int, steps: Callable[[], list[Tensor]]) -> list[Tens
         assert moved(session)["h2d"] > 0
         saver = session.runtime.saver()
         assert saver is not None
-        plans = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
+        plans = [plan for mover in saver.movers.armed for plan in mover.learner.plans]
         again = {key.rpartition(":")[0] for plan in plans for key in plan.recompute}
         print(f"  rank {rank} recomputes what {sorted(again)} saved")
         assert any(".blocks.1." in path for path in again), "nothing of a sharded block is recomputed"

@@ -44,7 +44,7 @@ def _dropped(session: Session) -> int:
     """How many sites the plan has recomputed."""
     saver = session.runtime.saver()
     assert saver is not None
-    return sum(len(plan.recompute) for mover in saver.armed_movers for plan in mover.learner.plans)
+    return sum(len(plan.recompute) for mover in saver.movers.armed for plan in mover.learner.plans)
 
 
 def gives_the_same_gradients(device: torch.device) -> None:
@@ -72,7 +72,7 @@ def finds_what_modules_and_functions_make(device: torch.device) -> None:
         assert saver is not None
         names = {
             operators_of(name).partition("(")[0]
-            for mover in saver.armed_movers
+            for mover in saver.movers.armed
             for one in mover.verified.values()
             for name in one.held
         }

@@ -198,7 +198,7 @@ def with_plans(make: Callable[[Scale], nn.Module], state: Callable[[], tuple[Sca
         def learner() -> Learner:
             saver = session.runtime.saver()
             assert saver is not None
-            (mover,) = saver.armed_movers
+            (mover,) = saver.movers.armed
             return mover.learner
 
         def wait() -> None:

@@ -84,7 +84,7 @@ PyObject *part_of(const DroppedSlots &slots, PyObject *packed, PyObject *made, T
 
 THPObjectPtr obtain(const DroppedSlots &slots, PyObject *made);
 
-// What a replay begins with, `Saver._peek`; null where it was changed, which is Python's to say.
+// What a replay begins with, `peek` of `saved/packed.py`; null where it was changed, which is Python's to say.
 THPObjectPtr peek(const DroppedSlots &slots, PyObject *packed) {
   if (PyTuple_CheckExact(packed) && PyTuple_GET_SIZE(packed) == 4) {
     THPObjectPtr alias = own(PyTuple_GET_ITEM(packed, 0));

@@ -69,14 +69,14 @@ def sites(session: Session) -> int:
     """How many saved tensors are recomputed by plan."""
     saver = session.runtime.saver()
     assert saver is not None
-    return sum(len(plan.recompute) for mover in saver.armed_movers for plan in mover.learner.plans)
+    return sum(len(plan.recompute) for mover in saver.movers.armed for plan in mover.learner.plans)
 
 
 def made_again(session: Session) -> float:
     """The part of all saved bytes that can be recomputed."""
     saver = session.runtime.saver()
     assert saver is not None
-    traces = [trace for mover in saver.armed_movers for trace in mover.learner.traces]
+    traces = [trace for mover in saver.movers.armed for trace in mover.learner.traces]
     again = sum(life.nbytes for trace in traces for life in trace.lifetimes if life.ident in trace.recipes)
     return again / sum(trace.saved_bytes for trace in traces)
 

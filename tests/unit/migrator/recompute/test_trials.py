@@ -51,7 +51,7 @@ def recorded(steps: int = 3, rows: int = 128, model: nn.Module | None = None, **
             optimizer.zero_grad()
         saver = session.runtime.saver()
         assert saver is not None
-        (mover,) = saver.armed_movers
+        (mover,) = saver.movers.armed
         return mover.learner.traces[-1]
 
 
@@ -297,6 +297,6 @@ def test_operators_of_two_records_are_not_taken_for_one() -> None:
             (one + student(torch.full((64, 64), 0.5)) - told).square().mean().backward()
         saver = session.runtime.saver()
         assert saver is not None
-        trace = saver.armed_movers[0].learner.traces[-1]
+        trace = saver.movers.armed[0].learner.traces[-1]
     calls = [recipe.call for recipe in trace.recipes.values()]
     assert len(calls) > 1 and len(set(calls)) == len(calls)

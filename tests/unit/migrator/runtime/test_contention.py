@@ -28,7 +28,7 @@ from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.runtime.backoff import LEAST_GROUPS, Response
-from torch_tiers.migrator.saved import mover
+from torch_tiers.migrator.saved import learning_room
 from torch_tiers.migrator.streams import Event, Piece, Stream, at_full_speed, flat
 from torch_tiers.migrator.streams.host import HostEvent
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -165,7 +165,7 @@ class Training:
             self.losses.append(loss.detach())
             self.moved.append(sum(self.session.stats()["moved"].values()) - before)
             (saver,) = self.session.runtime._savers
-            self.ahead.append(saver.armed_movers[0].engine.ahead)
+            self.ahead.append(saver.movers.armed[0].engine.ahead)
             self.shares.append(self.watch.backoff.share)
         return range(first, len(self.ahead))
 
@@ -175,7 +175,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     link = Link(trembling=trembling)
     advisor = Late(link)
     with (
-        mock.patch.object(mover, "learning_room", lambda *_: ROOM),
+        mock.patch.object(learning_room, "learning_room", lambda *_: ROOM),
         mock.patch.object(low_traffic, "LOW_TRAFFIC", 0.0),  # it moves little, which might stay
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": no_growth}),
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),

@@ -17,7 +17,7 @@ from torch_tiers import paging
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.program import optimizers
 from torch_tiers.migrator.runtime.models import BudgetTooSmall
-from torch_tiers.migrator.saved.mover import CLOSELY, Mover
+from torch_tiers.migrator.saved.device_plans import CLOSELY, DevicePlans
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -106,7 +106,7 @@ def test_a_program_that_fits_is_left_alone_once_that_was_seen(pages: Pages) -> N
 def test_the_allocator_is_told_of_plans_by_which_other_memory_is_asked_for(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Mover, "take_news", lambda mover: True)
+    monkeypatch.setattr(DevicePlans, "take_news", lambda plans: True)
     with tiers.session(dram="64MiB", hbm="1GiB"):
         program()(3)
     assert pages.news == 3
@@ -122,7 +122,7 @@ def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
         assert is_on()
         saver = session.runtime.saver()
         assert saver is not None
-        (mover,) = saver.armed_movers
+        (mover,) = saver.movers.armed
         assert mover.learner.traces  # of the iteration that was recorded at once
         pages.overflowed = 0
         train(CLOSELY + 8)

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 
@@ -14,35 +13,22 @@ from tests.unit.natively import built
 from tests.unit.rig import NBYTES, Rig, layers, run
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.sizes import PAGE, GiB, KiB, MiB
-from torch_tiers.migrator.controller.feedback import Feedback
+from torch_tiers.allocator.sizes import PAGE, KiB, MiB
 from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION
-from torch_tiers.migrator.model.links import PCIE_GEN5, Links, usable
-from torch_tiers.migrator.model.plan import PageGroup, Plan
+from torch_tiers.migrator.model.plan import PageGroup
 from torch_tiers.migrator.offload import filling
 from torch_tiers.migrator.offload.backing import Backing, log
-from torch_tiers.migrator.offload.engine import EVERY, Engine
+from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.saved.actions import Go, Stay
-from torch_tiers.migrator.saved.mover import CLOSELY, SAMPLED, Mover
+from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.streams import SLOT
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 
-
-@pytest.fixture(autouse=True)
-def every_save_is_an_operation_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved here no operation makes."""
-    monkeypatch.setattr(filling, "_operation", count().__next__)
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.close()
+pytestmark = pytest.mark.usefixtures("every_save_is_an_operation_s_own")
 
 
 def group(*sites: str, last_birth: int = 0, first_use: int | None = 0) -> PageGroup:
@@ -207,32 +193,6 @@ def test_the_next_plan_moves_no_more_than_was_granted(monkeypatch: pytest.Monkey
     rig.close()
 
 
-def test_an_iteration_that_was_granted_less_does_not_correct_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What had no room below lies in HBM, for which the next plans would have left room."""
-    rig = Rig(dram=PAGE, budget=8 * MiB, policy="move")
-    learned = []
-    monkeypatch.setattr(Feedback, "iteration_over", lambda *given, **more: learned.append(given))
-    for _ in range(4):
-        run(rig, layers(6, 2 * MiB))
-    assert not learned and rig.mover.recorder is None
-    rig.close()
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-def test_what_the_allocator_caches_goes_with_the_plans_that_it_fits(
-    monkeypatch: pytest.MonkeyPatch, rig: Rig, capturing: bool
-) -> None:
-    """Taken anew between what is in use, it made a GPT's allocator flush in every step after two changes of plans."""
-    renewed: list[bool] = []
-    monkeypatch.setattr(rig.engine.compute, "renew", lambda: renewed.append(True))
-    monkeypatch.setattr(rig.engine.compute, "capturing", lambda: capturing)
-    rig.planned(group("a:0", first_use=2))
-    assert not renewed
-    monkeypatch.setattr(Learner, "plans", (Plan("auto", GiB, {}, ()),))
-    rig.mover._adopt()
-    assert renewed == ([] if capturing else [True])
-
-
 # --------------------------------------------------------------------------------- what no plan has foreseen
 
 
@@ -393,25 +353,6 @@ def test_what_was_cached_for_trials_is_given_back_after_recorded_iterations_alon
         assert rig.compute.tidied == recorded
 
 
-def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Rig) -> None:
-    """To time them costs more than to wait."""
-    for _ in range(CLOSELY + 3 * SAMPLED):
-        run(rig, layers(2))
-    told = rig.compute.stands_for
-    assert told[:CLOSELY] == [1] * CLOSELY
-    assert sorted(told[-SAMPLED:]) == [0] * (SAMPLED - 1) + [SAMPLED], "and what is timed stands for the rest"
-    run(rig, layers(3))  # which the plan mispredicts, and so recorded
-    assert rig.mover.recorder is not None and told[-1] == 1
-
-
-def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as while the faster of two is found: each has to be told what its iterations take."""
-    monkeypatch.setattr(Learner, "settled", False)
-    for _ in range(2 * CLOSELY):
-        run(rig, layers(2))
-    assert rig.compute.stands_for == [1] * 2 * CLOSELY
-
-
 def test_the_device_is_held_back_in_every_iteration_that_is_recorded() -> None:
     """Of a program whose sizes change any of them may become the plan's."""
     rig = Rig(recordings=3)
@@ -449,58 +390,6 @@ def test_a_planned_iteration_stays_within_its_limit() -> None:
     assert max(peaks) <= rig.engine.limit
     assert any(isinstance(action, Stay) and action.enter for _, action in rig.mover.actions())
     rig.close()
-
-
-def test_a_plan_that_asks_for_more_than_there_is_below_hbm_is_carried_out_as_far_as_it_goes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rig = Rig(dram=8 * MiB, budget=512 * MiB)
-    for _ in range(4):
-        run(rig, layers(10))
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith("the plan has 10.0 MiB in dram at once, which holds 8.0 MiB: raise TIERS_DRAM")
-    assert line.endswith("tensors that it has no room for stay in hbm, beyond the budget if need be")
-    assert rig.out.copies
-    rig.close()
-
-
-@pytest.mark.parametrize(("more", "recorded"), [(1, False), (2, True)])
-def test_a_considerable_part_that_is_unforeseen_starts_recording_again(rig: Rig, more: int, recorded: bool) -> None:
-    """Not each expert that gets a token for the first time: a program of those was recorded in every sixth step."""
-    run(rig, layers(10))
-    run(rig, layers(10 + more))
-    assert (rig.mover.recorder is not None) == recorded
-
-
-@pytest.mark.parametrize(("less", "recorded"), [(1, False), (5, True)])
-def test_a_considerable_part_that_no_longer_comes_starts_recording_again(rig: Rig, less: int, recorded: bool) -> None:
-    run(rig, layers(10))
-    run(rig, dict(list(layers(10).items())[less:]))
-    assert (rig.mover.recorder is not None) == recorded
-
-
-@pytest.mark.parametrize(("size", "recorded"), [(1.0, False), (0.9, False), (0.5, True), (2.0, True)])
-def test_iterations_of_another_size_are_recorded_again(rig: Rig, size: float, recorded: bool) -> None:
-    """Some samplers begin with the longest batch: what all others saved moved for good."""
-    run(rig, layers(10))
-    run(rig, layers(10, nbytes=int(size * MiB)))
-    assert (rig.mover.recorder is not None) == recorded
-
-
-def test_a_known_kind_of_iteration_is_no_misprediction(rig: Rig) -> None:
-    one, other = layers(10, name="generator"), layers(6, name="discriminator")
-    for _ in range(8):
-        run(rig, one)
-        run(rig, other)
-    assert rig.mover.recorder is None
-    assert not any([run(rig, one), run(rig, other), run(rig, one)])
-
-
-def test_a_group_that_left_under_pressure_is_no_misprediction(rig: Rig) -> None:
-    run(rig, layers(10))
-    rig.engine.limit = 0
-    run(rig, layers(10))
-    assert rig.mover.recorder is None
 
 
 def test_while_recording_what_stays_enters_as_it_leaves() -> None:
@@ -581,40 +470,3 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
         assert store.used == 0
         store.close()
     rig.arena.close()
-
-
-def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Rig) -> None:
-    """A node's memory that other ranks took, or a disk that is full, ended the job in the middle."""
-    small, large = (Plan("auto", GiB, {}, (PageGroup(("a:0",), nbytes, 0, 1),)) for nbytes in (8 * MiB, 128 * MiB))
-    asked = []
-
-    class Planner:
-        plans, traces = (large,), ()
-
-        def plan_for_less(self, below: int) -> None:
-            asked.append(below)
-            self.plans = (small,)
-
-        def relink(self, links: Links) -> bool:
-            asked.append(links.below)
-            return False
-
-    rig.mover.recorder, rig.mover.learner = None, Planner()
-    rig.mover._adopt()
-    assert asked == [usable(64 * MiB)]
-    rig.mover.apply_advice(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
-    assert asked[1:] == asked[:1]
-    rig.mover.learner.plan_for_less = lambda below: asked.clear()
-    rig.mover.learner.plans = (large,)
-    rig.mover._adopt()
-    assert asked  # nothing else was to be expected of a plan for the same
-
-
-def test_it_is_told_to_who_corrects_plans_that_groups_come_back_in_another_order(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = []
-    monkeypatch.setattr(rig.mover.learner, "rearranged", lambda: told.append(rig.engine.ahead))
-    for ahead in (None, 8, 8, 16, None, None):
-        rig.mover.apply_advice(ahead, PCIE_GEN5)
-    assert told == [8, 16, EVERY]

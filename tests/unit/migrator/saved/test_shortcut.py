@@ -18,7 +18,8 @@ from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.saved.actions import Action, Go, Moved, Recompute, Stay
 from torch_tiers.migrator.saved.garbage import Allowance
-from torch_tiers.migrator.saved.saver import MIN_BYTES, Saver
+from torch_tiers.migrator.saved.movable import MIN_BYTES
+from torch_tiers.migrator.saved.saver import Saver
 
 SITES = 6  # of one module
 GROUP = PageGroup(("s",), 4096, last_birth=0, first_use=1)
@@ -312,7 +313,7 @@ def test_an_iteration_that_ends_with_an_error_is_followed_by_one_that_is_recorde
     rig = _Rig()
     rig.plan([Stay(rig.mover, 1, 1)] * 4, set())
     rig.pack(torch.randn(8))
-    rig.saver.movers[torch.device("cpu")] = rig.mover
+    rig.saver.movers.by_device[torch.device("cpu")] = rig.mover
 
     def raises(saver: Saver) -> None:
         rig.mover.recorder = object()

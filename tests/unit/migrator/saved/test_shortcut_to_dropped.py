@@ -44,7 +44,7 @@ def trained(**arguments: Any) -> tuple[list[Tensor], int]:
             model(torch.full((64, 64), 1.0 + i)).square().mean().backward()
         saver = session.runtime.saver()
         assert saver is not None
-        dropped = sum(len(plan.recompute) for mover in saver.armed_movers for plan in mover.learner.plans)
+        dropped = sum(len(plan.recompute) for mover in saver.movers.armed for plan in mover.learner.plans)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], dropped
 
 

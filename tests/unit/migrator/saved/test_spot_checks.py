@@ -50,7 +50,7 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
             step(model, i % 8)
         saver = session.runtime.saver()
         assert saver is not None
-        (mover,) = saver.armed_movers
+        (mover,) = saver.movers.armed
         dropped = {key for plan in mover.learner.plans for key in plan.recompute}
         assert len(mover.checks.differing) == 1 and dropped and dropped.isdisjoint(mover.checks.differing)
         assert all(map(torch.equal, step(model, 3), step(plain, 3)))

@@ -10,6 +10,8 @@ from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.offload.filling import PURGE
 from torch_tiers.migrator.offload.group import State
 
+pytestmark = pytest.mark.usefixtures("every_save_is_an_operation_s_own")
+
 
 def test_nothing_leaves_before_there_is_a_plan_where_there_is_room_and_dram_for_what_there_is_not() -> None:
     """A program that fits was to move all that it saves while it was recorded: seven times its time, for six steps."""
@@ -30,7 +32,7 @@ def test_once_a_program_turns_out_not_to_fit_all_that_it_saves_goes() -> None:
     assert rig.engine.resident <= rig.mover.filling.room == 8 * MiB
     assert not any(rig.restore(moved).any() for moved in kept)
     rig.mover.end_iteration(whole=True)
-    assert rig.mover.take_news(), (
+    assert rig.mover.plans.take_news(), (
         "what stayed so far may be unmapped: 3.6 times of what was alive was, in the next step"
     )
     rig.close()
@@ -55,7 +57,7 @@ def test_what_waited_goes_with_whatever_is_saved_next() -> None:
     """Not with what next fills a group, which from then on is a larger one."""
     rig = Rig(spills=True)
     waits = rig.save("a:0", tensor=torch.zeros(4 * MiB, dtype=torch.uint8))
-    rig.mover._expect_too_much()
+    rig.mover.plans.expect_too_much()
     assert not rig.out.copies
     rig.save("a:1")
     assert rig.out.copies == 1 and waits.saved.group.state is not State.FILLING
@@ -122,24 +124,24 @@ def test_a_plan_by_which_everything_stays_as_it_did_is_no_news(budget: int, *, n
     """The allocator was to lay out anew what was asked for as before: three steps of a second."""
     rig = Rig(budget=budget, policy="auto", recordings=2, spills=True)
     run(rig, layers(12))
-    assert rig.mover.take_news() == news, "it does not fit, and moves from now on"
+    assert rig.mover.plans.take_news() == news, "it does not fit, and moves from now on"
     run(rig, layers(12))
     assert rig.mover.learner.plans
-    assert rig.mover.take_news() == news
-    assert not rig.mover.take_news(), "once"
+    assert rig.mover.plans.take_news() == news
+    assert not rig.mover.plans.take_news(), "once"
     rig.close()
 
 
 def test_a_plan_by_which_everything_stays_is_news_where_an_iteration_before_it_moved() -> None:
     """What the allocator has laid out for that one is of no use any more."""
     rig = Rig(budget=64 * MiB, policy="auto", recordings=3, spills=True)
-    rig.mover._expect_too_much()
+    rig.mover.plans.expect_too_much()
     run(rig, layers(12))
-    assert rig.mover.take_news(), "that it moves at all"
+    assert rig.mover.plans.take_news(), "that it moves at all"
     run(rig, layers(12))
     run(rig, layers(1, nbytes=64 * KiB, name="short"))
     assert rig.mover.learner.plans and all(plan.keeps_everything for plan in rig.mover.learner.plans)
-    assert rig.mover.take_news()
+    assert rig.mover.plans.take_news()
     rig.close()
 
 
@@ -148,10 +150,10 @@ def test_with_what_is_lent_nothing_leaves_before_there_is_a_plan() -> None:
     rig = Rig(dram=8 * MiB, budget=64 * MiB, recordings=2, spills=True, lent=256 * MiB)
     program = layers(120)
     run(rig, program)
-    assert not rig.mover.pays_back()
+    assert not rig.mover.plans.room.pays_back()
     assert rig.out.copies == 0
     for _ in range(2):
         run(rig, program)
-    assert rig.mover.pays_back()
-    assert not rig.mover.pays_back()
+    assert rig.mover.plans.room.pays_back()
+    assert not rig.mover.plans.room.pays_back()
     rig.close()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import torch_tiers as tiers
 from torch_tiers.assembly import Session
 from torch_tiers.migrator.saved.mover import Mover
-from torch_tiers.migrator.saved.saver import LOOKS, UNRECORDED, Saver
+from torch_tiers.migrator.saved.movers import LOOKS, UNRECORDED
+from torch_tiers.migrator.saved.saver import Saver
 
 X = torch.ones(64, 64)
 
@@ -35,7 +36,7 @@ def saver_of(session: Session) -> Saver:
 
 
 def mover_of(session: Session) -> Mover:
-    (mover,) = saver_of(session).armed_movers
+    (mover,) = saver_of(session).movers.armed
     return mover
 
 
