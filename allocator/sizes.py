@@ -67,9 +67,9 @@ def format_size(nbytes: int) -> str:
 def format_at_least(nbytes: int) -> str:
     """As `format_size`, but rounded up: whoever writes that down has not less."""
     text = format_size(nbytes)
-    if parse_size(text) >= nbytes:
-        return text
     number, unit = text.split()
+    if Decimal(number) * _UNITS[unit.lower()] >= nbytes:
+        return text
     return f"{float(number) + 0.1:.1f} {unit}"
 
 

@@ -201,8 +201,9 @@ class Feedback:
             return False
         self._host_looks += 1
         before = self._now
-        # Of what was recorded: after the first look predictions are of what was corrected.
-        issuing = predicted.issuing if self._host_looks == 1 else before.issuing
+        # Of what was recorded: after the first look predictions are of what was corrected. Cached corrections may be of
+        # a run that never looked.
+        issuing = predicted.issuing if self._host_looks == 1 or not before.issuing else before.issuing
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
         by_plan = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
         self._now = now = replace(

@@ -49,7 +49,9 @@ class NoPlanFits(TiersError):
 
     def out_of(self, budget: int) -> NoPlanFits:
         """Return the same error for the budget that `self.budget` was a part of."""
-        return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
+        if 2 * self.budget < budget:  # the rest is no margin, which grows with the budget: something else needs that
+            return NoPlanFits(budget, self.smallest + budget - self.budget, self.holds)
+        return NoPlanFits(budget, -(-self.smallest * budget // self.budget), self.holds)
 
 
 @dataclass(frozen=True, slots=True)

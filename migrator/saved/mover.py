@@ -267,6 +267,7 @@ class Mover:
             if self.checks.iteration_over():
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
+                changed = False  # plans that are there just now were made with what differs
             self.recorder = self.engine.meter = None
             if self.learner.records_next:
                 self.recorder = self._new_recorder()

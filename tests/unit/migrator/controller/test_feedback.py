@@ -308,6 +308,16 @@ def test_plans_are_settled_after_some_iterations_where_no_times_are_to_be_had() 
 # -------------------------------------------------------------------------------------------- the host
 
 
+def test_a_run_that_begins_with_plans_of_one_that_never_timed_its_host_does_so_itself() -> None:
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(Clocks((1.0,) * 3, (0.0, 3.0, 3.0)))
+    plan = make_plan("test", trace, (), 1000)
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    feedback.resume(Feedback(TARGET, PCIE_GEN5).corrections)
+    for seconds in (6.0, 4.0, 9.0, 5.0):
+        feedback.host(HostTime(seconds, 1.0), plan, simulate(trace, PCIE_GEN5, plan))
+    assert feedback.corrections.host_pace == pytest.approx(0.5)
+
+
 def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 3.0, 3.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)

@@ -136,3 +136,11 @@ def test_json_keeps_what_is_recomputed_and_the_limits() -> None:
 def test_a_budget_that_is_too_small_is_told_in_terms_of_what_it_is_a_part_of() -> None:
     error = NoPlanFits(95, 190, "0 B of saved tensors and 190 B of all else after a:0").out_of(100)
     assert (error.budget, error.smallest) == (100, 200)
+
+
+def test_where_most_of_the_budget_is_something_else_s_that_is_needed_besides() -> None:
+    """Such as at a first peak that leaves saved tensors no room at all."""
+    for part in (0, 1):
+        error = NoPlanFits(part, 2 * GiB, "all").out_of(8 * GiB)
+        assert error.smallest == 10 * GiB - part
+        assert "it needs 10.0 GiB" in str(error)

@@ -106,6 +106,17 @@ def test_a_known_kind_of_iteration_is_no_misprediction(rig: Rig) -> None:
     assert not any([run(rig, one), run(rig, other), run(rig, one)])
 
 
+def test_plans_that_come_just_as_a_recomputation_is_found_to_differ_are_not_adopted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were made with what differs. All is recorded anew."""
+    run(rig, layers(10))
+    monkeypatch.setattr(rig.mover.learner, "iteration_over", lambda *given, **more: True)
+    monkeypatch.setattr(rig.mover.checks, "iteration_over", lambda: True)
+    assert not rig.mover.end_iteration(whole=True)
+    assert rig.mover.recorder is not None and not rig.mover.learner.plans
+
+
 def test_a_group_that_left_under_pressure_is_no_misprediction(rig: Rig) -> None:
     run(rig, layers(10))
     rig.engine.limit = 0
