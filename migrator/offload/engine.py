@@ -31,7 +31,8 @@ from torch_tiers.migrator.offload.group import NEVER, Claim, ClaimOn, Group, Sav
 from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.offload.tensors import Tensors
 from torch_tiers.migrator.planner.paces import Pace
-from torch_tiers.migrator.streams import Compute, Event, Lane, Leaving, Meter, Stream, whole
+from torch_tiers.migrator.streams import Compute, Event, Lane, Meter, Stream
+from torch_tiers.migrator.streams.pieces import Leaving, whole
 from torch_tiers.migrator.streams.promised import PromisedEvent
 
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it

@@ -27,8 +27,8 @@ from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.saved.actions import Go, Stay
 from torch_tiers.migrator.saved.mover import CLOSELY, SAMPLED, Mover
-from torch_tiers.migrator.streams import SLOT
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
+from torch_tiers.migrator.streams.pieces import SLOT
 from torch_tiers.migrator.telemetry.counters import Counters
 
 
