@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from functools import partial
 
 from torch_tiers.allocator.host.dram import DramBlock
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.nvme.requests import Request, RequestPool
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import HOST

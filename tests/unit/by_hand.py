@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
-from torch_tiers.allocator.nvme.store import NvmeExtent
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.sizes import KiB, round_up
 from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostCompute, HostEvent
