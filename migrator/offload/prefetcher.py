@@ -58,12 +58,8 @@ class Prefetcher:
             self.order.popleft()
         if self._backing.has_disk and self.order and not self._compute.capturing():
             for group in islice(self.order, min(READ_AHEAD, most)):
-                stored = group.stored
-                if (
-                    isinstance(stored, StoredGroup)
-                    and group.state is State.AWAY
-                    and not self._backing.read_ahead(stored)
-                ):
+                stored = group.stored if group.state is State.AWAY else None
+                if isinstance(stored, StoredGroup) and not self._backing.read_ahead(stored):
                     break
 
     def _fetch(self, group: Group) -> bool:

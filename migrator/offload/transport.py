@@ -39,21 +39,14 @@ class Transport:
             If no tier has room; the group is then as it was.
         """
         nbytes = self.tensors.arrange(group.members)
-        if group.tier != "nvme" or not self._offload_directly(group, nbytes):
+        if group.tier == "nvme" and self._direct is not None:
+            sources = [
+                Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
+            ]
+            group.stored = self._direct.offload(nbytes, sources, (self._compute.mark(group.stream),))
+        if group.stored is None:
             self._offload_through_dram(group, nbytes, insist=insist)
         group.state = State.LEAVING
-
-    def _offload_directly(self, group: Group, nbytes: int) -> bool:
-        """Start to write the group to NVMe past DRAM; return False if there is no such path, or no room."""
-        if self._direct is None:
-            return False
-        sources = [
-            Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
-        ]
-        stored = self._direct.offload(nbytes, sources, (self._compute.mark(group.stream),))
-        if stored is not None:
-            group.stored = stored
-        return stored is not None
 
     def _offload_through_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
         stored = self._backing.new(nbytes, group.next_use, group.tier, insist=insist)
