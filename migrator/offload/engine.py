@@ -176,9 +176,11 @@ class Engine:
         first or last asked for, or dies, and with disks at every tensor.
         """
         self.unsettled = self.backing.has_disk
-        if self._prefetcher.order:
-            for group in self._prefetcher.prefetch(self.position, self.limit - self.resident, self.ahead):
-                self._count(group, group.nbytes)
+        while self._prefetcher.order:
+            group = self._prefetcher.bring_next(self.position, self.limit - self.resident, self.ahead)
+            if group is None:
+                break
+            self._count(group, group.nbytes)
 
     def source(self, saved: Saved) -> torch.Tensor | None:
         """Return the buffer on which `saved` lies, ready for the compute stream; None if it never left HBM.

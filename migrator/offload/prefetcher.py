@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
@@ -40,27 +40,28 @@ class Prefetcher:
         self.order = deque(sorted(needed, key=lambda group: group.next_use))
         self.early.clear()
 
-    def prefetch(self, position: int, room: int, most: int) -> Iterator[Group]:
-        """Have groups come back in order, as far as may be; read those after them ahead from disk.
+    def bring_next(self, position: int, room: int, most: int) -> Group | None:
+        """Have the next group come back and return it, if it may; else read those to come ahead from disk.
 
-        None comes before the plan's `position` is that from which it may, nor beyond `room` bytes; no more than `most`
-        are to be early. Yields each that comes.
+        None comes before the plan's `position` is that from which it may, nor beyond `room` bytes, and no more than
+        `most` are early.
         """
         while self.order:
             group = self.order[0]
-            if group.state is State.AWAY and group.unused:
-                if group.bring_at > position or group.nbytes > room or len(self.early) >= most:
-                    break
-                if not self._fetch(group):
-                    break
-                room -= group.nbytes
-                yield group
+            needed = group.state is State.AWAY and group.unused > 0
+            if needed and (
+                group.bring_at > position or group.nbytes > room or len(self.early) >= most or not self._fetch(group)
+            ):
+                break
             self.order.popleft()
+            if needed:
+                return group
         if self._backing.has_disk and self.order and not self._compute.capturing():
             for group in islice(self.order, min(READ_AHEAD, most)):
                 stored = group.stored if group.state is State.AWAY else None
                 if isinstance(stored, StoredGroup) and not self._backing.read_ahead(stored):
                     break
+        return None
 
     def _fetch(self, group: Group) -> bool:
         """Fetch a group if nothing has to wait for that; return whether it comes."""
