@@ -26,8 +26,9 @@ from benchmarks import workloads
 from benchmarks.alternate import host_us
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.saved.stack import Hooks, OnStack
-from torch_tiers.migrator.streams import Event, Piece, Stream
+from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostEvent
+from torch_tiers.migrator.streams.pieces import Piece
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 

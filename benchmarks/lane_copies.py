@@ -32,7 +32,8 @@ from benchmarks.alternate import Ratio, median_ratio, self_timed, sm_clock
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.sizes import KiB, MiB, format_size
 from torch_tiers.migrator.runtime.devices import Device, open_device
-from torch_tiers.migrator.streams import Event, Lane, Piece
+from torch_tiers.migrator.streams import Event, Lane
+from torch_tiers.migrator.streams.pieces import Piece
 from torch_tiers.migrator.telemetry.counters import Counters
 
 SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
 from torch_tiers.allocator.nvme.checksum import SCRATCH
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
+from torch_tiers.allocator.nvme.extent import NvmeExtent, Stripe
 from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Transfer
-from torch_tiers.allocator.nvme.stripe import Stripe
 from torch_tiers.allocator.nvme.volume import Volume
 from torch_tiers.allocator.nvme.watch import Watch
 from torch_tiers.allocator.sizes import GiB, MiB, round_up
@@ -42,20 +41,6 @@ def _summing_threads() -> int:
 
 Arrived = Callable[[int, int], None]
 """Called with the first byte and the number of bytes of each part of a block that was read and checked."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NvmeExtent:
-    """The place of one block in a store.
-
-    Attributes
-    ----------
-    nbytes
-        Whole 4 KiB blocks: exactly what `write` and `read` transfer.
-    """
-
-    nbytes: int
-    _stripes: tuple[Stripe, ...] = field(repr=False)
 
 
 class NvmeStore:
@@ -200,7 +185,7 @@ class NvmeStore:
             If it was freed before.
         """
         with self._lock:
-            self._release(extent._stripes)
+            self._release(extent.stripes)
             self._used -= extent.nbytes
 
     def write(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
@@ -218,8 +203,8 @@ class NvmeStore:
             Raises StoreError if the data is not on disk; the extent is then good for nothing but `free`.
         """
         self._check(extent, block)
-        transfer = Transfer(len(extent._stripes) * (2 if self._sums else 1), partial(self._judge, extent))
-        for stripe in extent._stripes:
+        transfer = Transfer(len(extent.stripes) * (2 if self._sums else 1), partial(self._judge, extent))
+        for stripe in extent.stripes:
             part = stripe.of(block)
             stripe.written = False
             self._drives.write(self._request(transfer, stripe, partial(self._write_stripe, stripe, part)))
@@ -249,10 +234,10 @@ class NvmeStore:
             If the extent has not been written, or its write is still under way.
         """
         self._check(extent, block)
-        if not all(stripe.written for stripe in extent._stripes):
+        if not all(stripe.written for stripe in extent.stripes):
             raise ValueError(f"{extent} cannot be read: it has not been written")
-        transfer = Transfer(len(extent._stripes))
-        for stripe in extent._stripes:
+        transfer = Transfer(len(extent.stripes))
+        for stripe in extent.stripes:
             part = stripe.of(block)
             fetch = partial(self._move, read_all, "read", stripe, part)
             rest = self._request(transfer, stripe, partial(self._hand_out, stripe, part, arrived))
@@ -323,7 +308,7 @@ class NvmeStore:
 
     def _judge(self, extent: NvmeExtent, error: Exception | None) -> None:
         """Tell the volumes how the write of an extent ended: as one, as one bad moment meets all of its requests."""
-        for volume in {stripe.volume for stripe in extent._stripes}:
+        for volume in {stripe.volume for stripe in extent.stripes}:
             with self._lock:
                 if error is None:
                     volume.write_succeeded()

@@ -12,25 +12,24 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from typing import Any, Protocol
 
-from torch_tiers.allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
-from torch_tiers.allocator.host.dram import LOOK_CLOSELY, DramArena, DramBlock
+from torch_tiers.allocator.errors import TierFull, TierTooSmall
+from torch_tiers.allocator.host.dram import DramArena, DramBlock
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.offload.guards import Guards
+from torch_tiers.migrator.offload.other_processes import OtherProcesses
 from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
 
 log = logging.getLogger("tiers")
 
-LONGEST_WAIT = 10.0  # seconds for others to give memory back that a plan counts on
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
 
 
@@ -69,18 +68,14 @@ class Backing:
         self._counters = counters
         self._in_dram: dict[StoredGroup, None] = {}  # an ordered set: victims must not depend on addresses
         self._dropped: list[StoredGroup] = []
-        self._on_nvme: dict[StoredGroup, None] = {}  # what has an extent and was not dropped
         self._guards = Guards()
         self._largest = 0
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._closed = False
-        self._waited = False  # for others, which is said once
-        self._in_vain = False  # it was: what they hold they hold for long
         self._warned_of_full = False  # once for all threads, too
         self._warned_of_beyond = False
         self.at_shortage: Callable[[], None] = lambda: None  # called when that is said
         self._lock = threading.RLock()
-        self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
+        self._others = OtherProcesses(dram, threading.Condition(self._lock))
         self.has_disk = nvme is not None
         self.users: set[User] = set()  # which have groups here; held, or what they have here would outlive them
 
@@ -100,11 +95,10 @@ class Backing:
         stored = StoredGroup(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
-            deadline = time.monotonic() + LONGEST_WAIT if insist and not self._in_vain else 0.0
+            deadline = self._others.deadline() if insist else 0.0
             block = self._find_block(nbytes, deadline)
-            while not self._can_come_back():
-                most = max(other.nbytes for other in self._on_nvme)
-                if not (self._reap() or self._wait_for_disk() or self._wait_for_others(most, deadline)):
+            while most := self._stranded():
+                if not (self._reap() or self._wait_for_disk() or self._others.wait(most, deadline)):
                     self._dram.free(block)
                     raise self._full(nbytes)
             stored.after = self._put(stored, block)
@@ -114,18 +108,17 @@ class Backing:
 
     def filled(self, stored: StoredGroup) -> None:
         """Take note that the copy into the block has been submitted; a group for NVMe may go on."""
-        if stored.tier == "nvme" and self._nvme is not None:
+        if stored.tier == "nvme" and self._disk is not None:
             with self._lock:
-                self._write_out(stored)
+                self._disk.write(stored)
 
     def drop(self, stored: StoredGroup) -> None:
         """Forget a stored group, also while copies or disk requests are under way."""
         with self._lock:
             self._in_dram.pop(stored, None)
-            self._on_nvme.pop(stored, None)
             self._dropped.append(stored)
-            if stored.writing is not None:
-                stored.writing.cancel()  # if it has not begun, nobody needs it any more
+            if self._disk is not None:
+                self._disk.drop(stored)
             self._reap()
 
     def _find_block(self, nbytes: int, deadline: float = 0.0) -> DramBlock:
@@ -136,7 +129,7 @@ class Backing:
                 block = self._dram.allocate(nbytes, in_need=True)
                 if block is not None:
                     return block
-                if not self._wait_for_others(nbytes, deadline, lacked=lacked):
+                if not self._others.wait(nbytes, deadline, lacked=lacked):
                     raise self._full(nbytes)
         return block
 
@@ -153,30 +146,21 @@ class Backing:
                 log.warning("%s; groups that backward needs from nvme are read through memory beyond that", str(full))
             return block
 
-    def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
-        """Wait a moment if other processes hold the missing memory; return False if not, or after too long."""
-        if not deadline or not (lacked or self._dram.lacks_room(nbytes)):
-            return False
-        if time.monotonic() >= deadline:
-            self._in_vain |= self._waited
-            return False
-        if not self._waited:
-            self._waited = True
-            log.warning("dram: other processes use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
-        self._later.wait(LOOK_CLOSELY)
-        return True
+    def _stranded(self) -> int:
+        """Return the size of a group on NVMe that could find no block; 0 if all can: a new one must not take the last.
 
-    def _can_come_back(self) -> bool:
-        """Return whether every group on NVMe can find a block: a new group must not take the last one."""
-        nvme, most = self._nvme, max((stored.nbytes for stored in self._on_nvme), default=0)
-        if nvme is None or not most or nvme.capacity - nvme.used >= most:
-            return True  # nothing is there, or it can take what is in the way
+        It suffices to look at the largest.
+        """
+        most = 0 if self._disk is None else self._disk.largest
+        if not most or (self._nvme is not None and self._nvme.capacity - self._nvme.used >= most):
+            return 0  # nothing is there, or it can take what is in the way
         if any(p.extent and p.block is not None and p.block.room >= most for p in self._in_dram):
-            return True  # a block whose bytes are there as well, or will be
+            return 0  # a block whose bytes are there as well, or will be
         block = self._dram.allocate(most, in_need=True)
-        if block is not None:
-            self._dram.free(block)
-        return block is not None
+        if block is None:
+            return most
+        self._dram.free(block)
+        return 0
 
     def _put(self, stored: StoredGroup, block: DramBlock) -> tuple[Event, ...]:
         """Put `stored` into `block`; return the copies that must be over before the block is written."""
@@ -253,7 +237,7 @@ class Backing:
         This is not done if DRAM holds all that the plans keep in it at once: each group would go to disk and back for
         nothing.
         """
-        if self._nvme is None or 0 < sum(self._reserved.values()) <= self._dram.capacity:
+        if self._disk is None or 0 < sum(self._reserved.values()) <= self._dram.capacity:
             return
         reserve = min(2 * self._largest, self._dram.capacity // 4)
         leaving = sum(stored.nbytes for stored in self._in_dram if stored.writing)
@@ -266,58 +250,23 @@ class Backing:
     def _demote(self) -> StoredGroup | None:
         """Start to write out the stored group that is needed last; return None if none can go."""
         movable = [p for p in self._in_dram if p.filled and not (p.writing or p.extent or p.stuck)]
-        if self._nvme is None or not movable:
+        if self._disk is None or not movable:
             return None
-        return self._write_out(max(movable, key=lambda p: (p.tier != "dram", p.next_use)))
-
-    def _write_out(self, stored: StoredGroup) -> StoredGroup | None:
-        """Start to write a stored group out; return None if NVMe has no room."""
-        if self._nvme is None or self._disk is None or stored.block is None or stored.filled is None:
-            return None
-        if stored.writing is not None or stored.extent is not None:  # another device's engine was here first
-            return None
-        extent = self._nvme.allocate(stored.nbytes)
-        if extent is None:
-            return None
-        try:
-            stored.writing = self._disk.write(extent, stored.block, stored.filled)
-        except BaseException:
-            self._nvme.free(extent)
-            raise
-        stored.extent = extent
-        self._on_nvme[stored] = None
-        return stored
+        stored = max(movable, key=lambda p: (p.tier != "dram", p.next_use))
+        return stored if self._disk.write(stored) else None
 
     def _reap(self) -> bool:
         """Free blocks that no disk request uses any more; return whether there was one."""
         reaped = False
-        if self.has_disk:
+        if self._disk is not None:
             for stored in [p for p in self._in_dram if p.writing and p.writing.done()]:
-                reaped |= self._written(stored)
+                reaped |= self._disk.written(stored) and self._free_block(stored)
         for stored in [p for p in self._dropped if not p.on_disk_lane()]:
             self._dropped.remove(stored)
             reaped |= self._free_block(stored)
-            self._free_extent(stored)
+            if self._disk is not None:
+                self._disk.free(stored)
         return reaped
-
-    def _written(self, stored: StoredGroup) -> bool:
-        assert stored.writing is not None
-        error = stored.writing.exception()
-        stored.writing = None
-        if error is None:
-            return self._free_block(stored)
-        # The bytes are still in their block: nothing is lost, the stored group just stays in DRAM.
-        self._free_extent(stored)
-        stored.stuck = True
-        if not isinstance(error, StoreError):
-            raise error
-        return False  # the store has said what happened, once for its directory
-
-    def _free_extent(self, stored: StoredGroup) -> None:
-        if stored.extent is not None and self._nvme is not None:
-            self._nvme.free(stored.extent)
-            stored.extent = None
-            self._on_nvme.pop(stored, None)
 
     def _wait_for_disk(self) -> bool:
         """Block the host until a request that holds a block is over, writes first; return whether there was one."""
@@ -382,13 +331,10 @@ class Backing:
             stored.returned = copy(stored.block)
 
     def _read_into(self, stored: StoredGroup, block: DramBlock) -> None:
-        assert self._disk is not None and stored.extent is not None
-        if self._closed:
-            self._dram.free(block)
-            raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
+        assert self._disk is not None
         after = self._put(stored, block)
         try:
-            stored.reading = self._disk.read(stored.extent, block, after)
+            self._disk.read(stored, after)
         except BaseException:  # such as no thread to be had
             self._free_block(stored)  # or somebody would take it for what was to be read into it
             raise
@@ -397,7 +343,6 @@ class Backing:
 
     def close(self) -> None:
         """Wait for the disk, and free everything that was dropped."""
-        self._closed = True
         if self._disk is not None:
             self._disk.close()
         self._reap()

@@ -1,4 +1,4 @@
-"""Reads and writes of the ``nvme`` tier, in threads of their own.
+"""Stored groups on NVMe: their extents, and reads and writes in threads of their own.
 
 A write must wait for the copy that fills its block, and a read for copies that still use the block it was given: no
 thread that trains may.
@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.host.dram import DramBlock
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.nvme.requests import Request, RequestPool
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import HOST
@@ -23,7 +26,7 @@ DISK_THREADS = 4  # per direction: while some wait for a copy or a result, the o
 
 
 class Disk:
-    """Moves blocks to a store and back. Thread-safe.
+    """Moves stored groups to a store and back. To be used with the backing's lock, but for `close`.
 
     Parameters
     ----------
@@ -36,6 +39,8 @@ class Disk:
     def __init__(self, nvme: NvmeStore, counters: Counters) -> None:
         self._nvme = nvme
         self._counters = counters
+        self._kept: dict[StoredGroup, None] = {}  # what has an extent and was not dropped
+        self._closed = False
         self._counting = threading.Lock()
         # Not an executor: the interpreter waits for all threads of those when it ends, also if a drive never answers.
         self._writers = RequestPool(DISK_THREADS, 0, "disk-write")
@@ -45,20 +50,73 @@ class Disk:
             self._writers.close()
             raise
 
-    def write(self, extent: NvmeExtent, block: DramBlock, filled: Event) -> Future[None]:
-        """Write `block` out once it is `filled`. A request that has not begun may be cancelled."""
-        future, request = _request(partial(self._write, extent, block, filled))
-        self._writers.write(request)
-        return future
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest stored group that has an extent and was not dropped."""
+        return max((stored.nbytes for stored in self._kept), default=0)
 
-    def read(self, extent: NvmeExtent, block: DramBlock, after: Sequence[Event]) -> Future[None]:
-        """Read into `block` once `after` is passed."""
-        future, request = _request(partial(self._read, extent, block, after))
+    def write(self, stored: StoredGroup) -> bool:
+        """Start to write a stored group out, once its block is filled; return False if it need not or cannot go."""
+        if stored.block is None or stored.filled is None or stored.writing is not None or stored.extent is not None:
+            return False  # such as if another device's engine was here first
+        extent = self._nvme.allocate(stored.nbytes)
+        if extent is None:
+            return False
+        try:
+            future, request = _request(partial(self._write, extent, stored.block, stored.filled))
+            self._writers.write(request)
+        except BaseException:
+            self._nvme.free(extent)
+            raise
+        stored.writing, stored.extent = future, extent
+        self._kept[stored] = None
+        return True
+
+    def written(self, stored: StoredGroup) -> bool:
+        """Take note that a write is over; return whether the block is needed no more."""
+        assert stored.writing is not None
+        error = stored.writing.exception()
+        stored.writing = None
+        if error is None:
+            return True
+        # The bytes are still in their block: nothing is lost, the stored group just stays in DRAM.
+        self.free(stored)
+        stored.stuck = True
+        if not isinstance(error, StoreError):
+            raise error
+        return False  # the store has said what happened, once for its directory
+
+    def read(self, stored: StoredGroup, after: Sequence[Event]) -> None:
+        """Start to read a stored group into its block, once `after` is passed.
+
+        Raises
+        ------
+        TiersError
+            If this is closed.
+        """
+        assert stored.block is not None and stored.extent is not None
+        if self._closed:
+            raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
+        future, request = _request(partial(self._read, stored.extent, stored.block, after))
         self._readers.read(request)
-        return future
+        stored.reading = future
+
+    def drop(self, stored: StoredGroup) -> None:
+        """Take note that nobody will read a stored group again; `free` it once no request uses it."""
+        self._kept.pop(stored, None)
+        if stored.writing is not None:
+            stored.writing.cancel()  # if it has not begun, nobody needs it any more
+
+    def free(self, stored: StoredGroup) -> None:
+        """Free the extent of a stored group, if it has one."""
+        if stored.extent is not None:
+            self._nvme.free(stored.extent)
+            stored.extent = None
+            self._kept.pop(stored, None)
 
     def close(self) -> None:
         """Wait for what was asked for, unless a drive does not answer."""
+        self._closed = True
         for pool in (self._writers, self._readers):
             pool.close(lambda thread: self._nvme.stuck)
 

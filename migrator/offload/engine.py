@@ -12,46 +12,24 @@ be in use until then.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
-from collections.abc import Callable
-from itertools import islice
-from typing import Any, TypeVar, cast
 
 import torch
 
 from torch_tiers.allocator.errors import TierFull
-from torch_tiers.migrator.model.plan import READ_AHEAD
-from torch_tiers.migrator.model.timing import HookTime, IterationTime
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct
-from torch_tiers.migrator.offload.direct.stored import DirectStoredGroup, Source
-from torch_tiers.migrator.offload.group import NEVER, Claim, ClaimOn, Group, Saved, State, unclaimed
-from torch_tiers.migrator.offload.stored import StoredGroup
-from torch_tiers.migrator.offload.tensors import Tensors
+from torch_tiers.migrator.offload.direct.stored import DirectStoredGroup
+from torch_tiers.migrator.offload.group import Claim, ClaimOn, Group, Saved, State, unclaimed
+from torch_tiers.migrator.offload.prefetcher import Prefetcher
+from torch_tiers.migrator.offload.tensors import Tensors, for_a_group
+from torch_tiers.migrator.offload.transport import Transport
 from torch_tiers.migrator.planner.paces import Pace
-from torch_tiers.migrator.streams import Compute, Event, Lane, Leaving, Meter, Stream, whole
-from torch_tiers.migrator.streams.promised import PromisedEvent
+from torch_tiers.migrator.streams import Compute, Lane, Meter
 
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
-_GROUPS = HookTime._fields.index("groups")
-
-Method = TypeVar("Method", bound=Callable[..., None])
-
-
-def _for_a_group(method: Method) -> Method:
-    """Count the host's time in a method as spent for a group, not for the tensor whose hook called it."""
-
-    @functools.wraps(method)
-    def charged(self: Engine, *args: Any, **kwargs: Any) -> None:
-        before = self.tensors.charge(_GROUPS)
-        try:
-            method(self, *args, **kwargs)
-        finally:
-            self.tensors.charge(before)
-
-    return cast("Method", charged)
 
 
 class Engine:
@@ -84,7 +62,6 @@ class Engine:
         self.limit = 0
         self.position = -1  # in the plan's iteration, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
-        self._early: dict[Group, None] = {}  # those that are
         self.iteration_time: IterationTime | None = None  # what the last iteration took that the device is through with
         self.resident = 0
         self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
@@ -96,13 +73,11 @@ class Engine:
         self.dead: deque[ClaimOn] = deque()
         self._dying: deque[Group] = deque()  # that no graph holds, and that a thread may still ask a lane to copy
         self.meter: Meter | None = None  # of the iteration under way, if it is recorded
-        self._out = out
-        self._back = back
         self.backing = backing
-        self._direct = direct
+        self._transport = Transport(compute, out, back, backing, tensors, direct)
+        self._prefetcher = Prefetcher(compute, backing, self._transport)
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
-        self._order: deque[Group] = deque()
         self.unsettled = True  # a look at what may come back next could find something new
 
     # -------------------------------------------------------------------------------------- out
@@ -135,7 +110,7 @@ class Engine:
             self.alive += 1
         return claim
 
-    @_for_a_group
+    @for_a_group
     def offload(self, group: Group, *, insist: bool = False) -> None:
         """Start to copy the group out of HBM; `insist` as in `Backing.new`.
 
@@ -148,38 +123,11 @@ class Engine:
         self._collect_for_others()
         if group.state is not State.FILLING or not group.members:
             return
-        nbytes = self.tensors.arrange(group.members)
-        if group.tier != "nvme" or not self._offload_directly(group, nbytes):
-            self._offload_through_dram(group, nbytes, insist=insist)
-        group.state = State.LEAVING
+        self._transport.offload(group, insist=insist)
         self._leaving[group] = None
         self._waiting[group] = None
         self.backing.users.add(self)
         self.relieve()
-
-    def _offload_directly(self, group: Group, nbytes: int) -> bool:
-        """Start to write the group to NVMe past DRAM; return False if there is no such path, or no room."""
-        if self._direct is None:
-            return False
-        sources = [
-            Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
-        ]
-        stored = self._direct.offload(nbytes, sources, (self.compute.mark(group.stream),))
-        if stored is not None:
-            group.stored = stored
-        return stored is not None
-
-    def _offload_through_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
-        stored = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
-        assert stored.block is not None
-        leaving = Leaving(group.members, stored.block.tensor, group.nbytes, self.tensors.spans)
-        try:
-            stored.filled = self._out.copy(leaving, stored.after, group.stream)
-        except BaseException:
-            self.backing.drop(stored)
-            raise
-        self.backing.filled(stored)
-        group.stored = stored
 
     def relieve(self) -> None:
         """Release groups whose copy has been submitted until the rest is within the limit."""
@@ -196,37 +144,19 @@ class Engine:
         """Return whether more than the limit is in HBM, and no copy under way will change that."""
         return self.resident > self.limit and not self._leaving
 
-    @_for_a_group
+    @for_a_group
     def _release(self, group: Group) -> None:
-        stored = group.stored
-        assert stored is not None and stored.filled is not None
-        try:
-            self._wait(stored.filled, "d2h", group.stream)
-        except Exception as error:  # the bytes are still in HBM
-            if not isinstance(stored, DirectStoredGroup):
-                raise
-            self._offload_through_dram_after_all(group, stored, error)
+        released = self._transport.release(group)
+        del self._leaving[group]
+        if released:
+            self._count(group, 0)
             return
-        del self._leaving[group]
-        self.tensors.release(group.members)
-        group.members.clear()
-        group.state = State.AWAY
-        self._count(group, 0)
-
-    def _offload_through_dram_after_all(self, group: Group, stored: DirectStoredGroup, error: Exception) -> None:
-        """Copy a group to DRAM, as its direct transfer failed; keep it in HBM if DRAM has no room."""
-        assert self._direct is not None
-        self._direct.say_failed(error)
-        del self._leaving[group]
         self._waiting.pop(group, None)
-        group.state, group.stored = State.FILLING, None
-        self._direct.drop(stored)
         try:
-            self._offload_through_dram(group, stored.nbytes, insist=False)
+            self._transport.offload_after_all(group)
         except TierFull as full:
             self.backing.say_what_stays(full)
             return
-        group.state = State.LEAVING
         self._leaving[group] = self._waiting[group] = None
 
     # ------------------------------------------------------------------------------------- back
@@ -236,9 +166,7 @@ class Engine:
         with self.lock:
             self.collect()
             self._peak = max(self._peak, self.resident)
-            needed = (group for group in self._waiting if group.next_use != NEVER)
-            self._order = deque(sorted(needed, key=lambda group: group.next_use))
-            self._early.clear()
+            self._prefetcher.begin(self._waiting)
             self.prefetch()
 
     def prefetch(self) -> None:
@@ -248,36 +176,11 @@ class Engine:
         first or last asked for, or dies, and with disks at every tensor.
         """
         self.unsettled = self.backing.has_disk
-        while self._order:
-            group = self._order[0]
-            if group.state is State.AWAY and group.unused and not self._bring_early(group):
+        while self._prefetcher.order:
+            group = self._prefetcher.bring_next(self.position, self.limit - self.resident, self.ahead)
+            if group is None:
                 break
-            self._order.popleft()
-        if self.backing.has_disk and self._order and not self.compute.capturing():
-            for group in islice(self._order, min(READ_AHEAD, self.ahead)):
-                stored = group.stored
-                if (
-                    isinstance(stored, StoredGroup)
-                    and group.state is State.AWAY
-                    and not self.backing.read_ahead(stored)
-                ):
-                    break
-
-    def _bring_early(self, group: Group) -> bool:
-        """Prefetch a group if there is room for it; return whether it comes."""
-        assert group.stored is not None
-        if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
-            return False
-        if len(self._early) >= self.ahead or self.compute.capturing():
-            return False
-        if isinstance(group.stored, StoredGroup) and not self.backing.at_hand(group.stored):
-            return False
-        try:
-            self._bring(group)
-        except torch.OutOfMemoryError:
-            return False  # nobody needs it yet; by then there may be room
-        self._early[group] = None
-        return True
+            self._count(group, group.nbytes)
 
     def source(self, saved: Saved) -> torch.Tensor | None:
         """Return the buffer on which `saved` lies, ready for the compute stream; None if it never left HBM.
@@ -294,14 +197,14 @@ class Engine:
             if not group.unused:
                 # Asked for again (retain_graph), and nobody can say how often: one such group at a time.
                 if self._again is not None and self._again.state is State.HOME:
-                    self._leave_home(self._again)
+                    self._transport.leave_home(self._again)
                 self._again = group
             self._bring(group)
             self.unsettled = True
-        if group in self._early:
-            del self._early[group]
+        if group in self._prefetcher.early:
+            del self._prefetcher.early[group]
             self.unsettled = True
-        return self._make_ready(group)
+        return self._transport.make_ready(group)
 
     def glimpse(self, saved: Saved) -> torch.Tensor | None:
         """Return the same buffer without side effects on which groups are in HBM, and when.
@@ -312,10 +215,10 @@ class Engine:
         if group.state in (State.FILLING, State.LEAVING):
             return None
         if group.state is not State.AWAY:
-            return self._make_ready(group)
-        self._fetch(group)  # and there it stays if this is interrupted: the lane may still write to it
-        buffer = self._make_ready(group)
-        self._leave_home(group)
+            return self._transport.make_ready(group)
+        self._transport.fetch(group)  # and there it stays if this is interrupted: the lane may still write to it
+        buffer = self._transport.make_ready(group)
+        self._transport.leave_home(group)
         return buffer
 
     def used(self, group: Group) -> None:
@@ -328,56 +231,12 @@ class Engine:
             self._count(group, 0)
             self.unsettled = True
             if group.state is State.HOME:
-                self._leave_home(group)
+                self._transport.leave_home(group)
 
     def _bring(self, group: Group) -> None:
-        self._fetch(group)
+        self._transport.fetch(group)
         if group.unused:
             self._count(group, group.nbytes)
-
-    @_for_a_group
-    def _fetch(self, group: Group) -> None:
-        assert group.stored is not None
-        group.stream = self.compute.stream()
-        group.buffer = self._copy_back(group.stored, group.stream)
-        group.ready_on = []
-        group.state = State.HOME
-
-    def _make_ready(self, group: Group) -> torch.Tensor:
-        """Return the buffer of a group that is HOME, once the present stream may read it."""
-        assert group.buffer is not None and group.stored is not None and group.stored.returned is not None
-        stream = self.compute.stream()
-        if stream not in group.ready_on:
-            self._wait(group.stored.returned, "h2d", stream)
-            group.ready_on.append(stream)
-            if stream != group.stream:
-                self.compute.hand_over(group.buffer)
-        return group.buffer
-
-    def _copy_back(self, stored: StoredGroup | DirectStoredGroup, stream: Stream) -> torch.Tensor:
-        """Copy a stored group to a new buffer of `stream`; `StoredGroup.returned` is the event of its arrival."""
-        buffer = self.compute.empty(stored.nbytes)
-        if isinstance(stored, DirectStoredGroup):
-            assert self._direct is not None
-            self._direct.read(stored, buffer, (self.compute.mark(stream),))
-            return buffer
-        after = () if stored.filled is None else (stored.filled,)
-        self.backing.lend(stored, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
-        return buffer
-
-    def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
-        """Let `stream` continue only after `event`; block the host until the event exists."""
-        self.compute.wait(event, event.lane if isinstance(event, PromisedEvent) else cause, stream)
-
-    def _leave_home(self, group: Group) -> None:
-        if group.stream not in group.ready_on and group.stored is not None and group.stored.returned is not None:
-            # The lane may still write into the buffer; the stream that gets this memory next must not.
-            returned = group.stored.returned
-            event = returned.settled() if isinstance(returned, PromisedEvent) else returned
-            if event is not None:
-                self._wait(event, "h2d", group.stream)
-        group.buffer = None
-        group.state = State.AWAY
 
     # ------------------------------------------------------------------------------------- ends
 
@@ -419,28 +278,10 @@ class Engine:
         self._count(group, 0)
         self._waiting.pop(group, None)
         self._leaving.pop(group, None)
-        self._early.pop(group, None)
+        self._prefetcher.early.pop(group, None)
         if self._again is group:
             self._again = None
-        try:
-            if group.state is State.HOME:
-                self._leave_home(group)
-            elif group.state is State.LEAVING and group.stored is not None and group.stored.filled is not None:
-                filled = group.stored.filled
-                event = filled.settled() if isinstance(filled, PromisedEvent) else filled
-                if event is not None:
-                    self.compute.outlast(event, group.stream)
-        finally:  # Ctrl-C, for one
-            group.buffer = None
-            self.tensors.release(group.members)  # which the iteration's list of storages knows until its end
-            group.members.clear()
-            group.state = State.GONE
-            stored, group.stored = group.stored, None
-            if isinstance(stored, DirectStoredGroup):
-                assert self._direct is not None
-                self._direct.drop(stored)
-            elif stored is not None:
-                self.backing.drop(stored)
+        self._transport.forget(group)
 
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted
@@ -480,7 +321,7 @@ class Engine:
         self.position = pace.use
         if pace.from_use is not None:
             self.limit = pace.from_use
-        if self._order:
+        if self._prefetcher.order:
             with self.lock:
                 self.prefetch()
 
@@ -491,7 +332,7 @@ class Engine:
         self._stayed -= nbytes
         self.resident -= nbytes
         self.used_up += nbytes
-        if self._order:
+        if self._prefetcher.order:
             with self.lock:
                 self.prefetch()
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch_tiers.allocator.host.dram import DramBlock
-from torch_tiers.allocator.nvme.store import NvmeExtent
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.migrator.streams import Event
 
 

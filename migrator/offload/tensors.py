@@ -1,17 +1,21 @@
 """The interface of the C++ part of the hooks that handles the memory of groups.
 
-Types only. Whoever needs the module receives it as `Tensors`.
+Whoever needs the module receives it as `Tensors`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from torch_tiers.migrator.model.timing import HookTime
 from torch_tiers.migrator.offload.group import Group, Saved
 
+_GROUPS = HookTime._fields.index("groups")
 _Saved = Saved  # within `Tensors` that name is its function's
 
 
@@ -46,3 +50,23 @@ class Tensors(Protocol):
 
         4, one more than the last field's number, stands for none: nothing is counted then.
         """
+
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def for_a_group(method: Method) -> Method:
+    """Count the host's time in a method as spent for a group, not for the tensor whose hook called it.
+
+    The method's object has the C++ module as its `tensors`.
+    """
+
+    @functools.wraps(method)
+    def charged(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.tensors.charge(_GROUPS)
+        try:
+            method(self, *args, **kwargs)
+        finally:
+            self.tensors.charge(before)
+
+    return cast("Method", charged)

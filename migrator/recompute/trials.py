@@ -20,7 +20,8 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.model.trace import Recipe
 from torch_tiers.migrator.recompute.replays import Peek, Replay, kind_of, operators_of, run
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
-from torch_tiers.migrator.streams import Meter, flat
+from torch_tiers.migrator.streams import Meter
+from torch_tiers.migrator.streams.pieces import flat
 
 
 @dataclass(slots=True)

@@ -13,21 +13,10 @@ import torch
 
 from torch_tiers.allocator.native.copy import lane
 from torch_tiers.migrator.model.timing import IterationTime
-from torch_tiers.migrator.streams import (
-    TIMED,
-    TIMED_EVERY,
-    Event,
-    Gap,
-    Leaving,
-    Memory,
-    OperatorClock,
-    Piece,
-    Stream,
-    at_full_speed,
-    peaks,
-)
+from torch_tiers.migrator.streams import TIMED, TIMED_EVERY, Event, Gap, Memory, OperatorClock, Stream, peaks
 from torch_tiers.migrator.streams.iteration_timer import IterationTimer
 from torch_tiers.migrator.streams.meter import CudaMeter
+from torch_tiers.migrator.streams.pieces import Leaving, Piece, at_full_speed
 from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer

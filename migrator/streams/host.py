@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
-from torch_tiers.migrator.streams import TIMED, Event, OperatorClock, Piece, Stream, at_full_speed, flat
+from torch_tiers.migrator.streams import TIMED, Event, OperatorClock, Stream
 from torch_tiers.migrator.streams.meter import HostMeter
+from torch_tiers.migrator.streams.pieces import Piece, at_full_speed, flat
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 

@@ -10,7 +10,8 @@ import torch
 
 from torch_tiers.allocator.sizes import GiB, KiB, MiB, round_up
 from torch_tiers.migrator.runtime.devices import open_device
-from torch_tiers.migrator.streams import SLOT, Event, Piece
+from torch_tiers.migrator.streams import Event
+from torch_tiers.migrator.streams.pieces import SLOT, Piece
 from torch_tiers.migrator.telemetry.counters import Counters
 
 SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, MiB), (MiB, 20 * MiB))

@@ -10,11 +10,12 @@ from concurrent.futures import Future
 
 import torch
 
-from torch_tiers.allocator.nvme.store import NvmeExtent
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.sizes import KiB, round_up
-from torch_tiers.migrator.streams import Event, Piece, Stream, flat
+from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostCompute, HostEvent
 from torch_tiers.migrator.streams.meter import HostMeter
+from torch_tiers.migrator.streams.pieces import Piece, flat
 from torch_tiers.migrator.telemetry.counters import Counters
 
 

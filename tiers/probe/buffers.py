@@ -11,8 +11,10 @@ import torch
 
 from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.allocator.nvme.backend import BLOCK
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
-from torch_tiers.migrator.streams import Event, Piece, whole
+from torch_tiers.allocator.nvme.extent import NvmeExtent
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.streams import Event
+from torch_tiers.migrator.streams.pieces import Piece, whole
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.gpu import RuntimeLane
 from torch_tiers.probe.host import HostMemory

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 
 from torch_tiers.allocator.errors import TierFull
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.nvme.extent import NvmeExtent
+from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.probe.buffers import Buffer
 from torch_tiers.probe.measure import Run, Waived, copies, window

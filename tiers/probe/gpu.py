@@ -11,8 +11,9 @@ import torch
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.migrator.runtime.devices import open_device
-from torch_tiers.migrator.streams import Event, Piece, Stream, flat, whole
+from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.cuda import wrapped
+from torch_tiers.migrator.streams.pieces import Piece, flat, whole
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.host import HostMemory

@@ -11,8 +11,8 @@ from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.host.dram import DramArena, DramBlock
 from torch_tiers.allocator.nvme.backend import BLOCK
 from torch_tiers.allocator.sizes import PAGE, round_up
-from torch_tiers.migrator.streams import whole
 from torch_tiers.migrator.streams.host import HostLane
+from torch_tiers.migrator.streams.pieces import whole
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.probe.affinity import Node, on_cores
 from torch_tiers.probe.measure import Run, Waived, copies, window

@@ -16,7 +16,8 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.migrator.offload.direct.stored import Chunk, DirectStoredGroup
-from torch_tiers.migrator.streams import Event, Lane, whole
+from torch_tiers.migrator.streams import Event, Lane
+from torch_tiers.migrator.streams.pieces import whole
 from torch_tiers.migrator.streams.promised import PromisedEvent
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_tiers.allocator.nvme.store import NvmeExtent
-from torch_tiers.migrator.streams import Piece
+from torch_tiers.allocator.nvme.extent import NvmeExtent
+from torch_tiers.migrator.streams.pieces import Piece
 from torch_tiers.migrator.streams.promised import PromisedEvent
 
 

@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t kSlot = 512;  // `lanes.SLOT`
+constexpr int64_t kSlot = 512;  // `streams/pieces.py`, `SLOT`
 
 using Numbers = c10::SmallVector<int64_t, 6>;
 

@@ -63,7 +63,7 @@ bool is_part(const at::Tensor &tensor) {
   const uint64_t spans = uint64_t(elements) * tensor.itemsize();
   const uint64_t low = uint64_t(tensor.storage_offset()) * tensor.itemsize();
   const bool all_of_it = 2 * spans >= all && (tensor.is_view() || own < spans);
-  constexpr uint64_t kSlot = 512;  // `lanes.SLOT`
+  constexpr uint64_t kSlot = 512;  // `streams/pieces.py`, `SLOT`
   return !all_of_it && (low >= kSlot || low + spans != all);
 }
 

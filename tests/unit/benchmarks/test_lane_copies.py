@@ -27,7 +27,7 @@ from benchmarks.lane_copies import (
 )
 from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.migrator.runtime.devices import open_device
-from torch_tiers.migrator.streams import SLOT
+from torch_tiers.migrator.streams.pieces import SLOT
 from torch_tiers.migrator.telemetry.counters import Counters
 
 CPU = torch.device("cpu")

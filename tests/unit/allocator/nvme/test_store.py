@@ -20,14 +20,15 @@ from tests.unit.fake_kvikio import FakeKvikio, build
 from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.room import FRESH, Room
+from torch_tiers.allocator.nvme import extent as nvme_extent
 from torch_tiers.allocator.nvme import posix
-from torch_tiers.allocator.nvme import stripe as nvme_stripe
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.nvme.files import FILES
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.requests import RequestPool, Rest
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import KiB, MiB, round_up
 
 STRIPE = 64 * KiB
@@ -217,7 +218,7 @@ def test_sums_are_computed_while_the_drive_writes(make: Make, memory: Memory, mo
         summed.release()
         return 0
 
-    monkeypatch.setattr(nvme_stripe, "sum_for", lambda block: counted)
+    monkeypatch.setattr(nvme_extent, "sum_for", lambda block: counted)
     store = make(backend=open_gated, depth=1)
     writing = store.write(take(store, 4 * STRIPE), memory(4 * STRIPE))
     assert all(summed.acquire(timeout=30) for _ in range(4))

@@ -14,8 +14,9 @@ import torch
 from tests.unit.store_faults import Fault, FaultyFile, fail, flip, short
 from torch_tiers.allocator.errors import CorruptionError, StoreError
 from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.nvme.posix import PosixFile
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import KiB, MiB
 
 STRIPE = 64 * KiB

@@ -97,7 +97,7 @@ def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
     rig.engine.begin_backward()  # which brings it back early
     rig.back.run()
     assert rig.engine.glimpse(held.saved) is held.saved.group.buffer
-    assert held.saved.group in rig.engine._early  # and there is no room for another yet
+    assert held.saved.group in rig.engine._prefetcher.early  # and there is no room for another yet
     assert rig.back.copies == 1
 
 

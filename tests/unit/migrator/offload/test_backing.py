@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -18,9 +17,7 @@ from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, KiB, MiB
-from torch_tiers.migrator.offload import backing as backing_module
 from torch_tiers.migrator.offload.backing import Backing
-from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.offload.guards import GUARDS
 from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Event
@@ -84,63 +81,6 @@ def test_nothing_goes_to_disk_where_dram_holds_all_that_plans_keep_in_it(make: M
         put(backing, number, number)
     assert arena.used == 8 * PAGE
     assert not store.writes
-
-
-def test_what_others_use_for_a_moment_is_waited_for() -> None:
-    left = 0
-    arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(left, ""))
-    backing = Backing(arena, None, Counters())
-
-    def others_are_done() -> None:
-        nonlocal left
-        left = 128 * PAGE
-
-    done = threading.Timer(0.2, others_are_done)
-    done.start()
-    with pytest.raises(TierFull):
-        backing.new(PAGE, 0)
-    assert backing.new(PAGE, 0, insist=True).block is not None
-    done.join()
-    backing.close()
-    arena.close()
-
-
-def test_while_one_waits_for_others_the_other_threads_go_on() -> None:
-    left = PAGE
-    arena = DramArena(2 * PAGE, pinned=False, step=PAGE, room=lambda: Room(left, ""))
-    backing = Backing(arena, None, Counters())
-    first = backing.new(PAGE, 0)
-    left = 0
-    dropping = threading.Timer(0.2, lambda: backing.drop(first))
-    dropping.start()
-    assert backing.new(PAGE, 1, insist=True).block is not None
-    dropping.join()
-    backing.close()
-    arena.close()
-
-
-def test_nobody_waits_for_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing_module, "LONGEST_WAIT", 0.1)
-    arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(0, ""))
-    backing = Backing(arena, None, Counters())
-    with pytest.raises(TierFull):
-        backing.new(PAGE, 0, insist=True)
-    backing.close()
-    arena.close()
-
-
-def test_what_was_waited_for_in_vain_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group of a step would have taken ten seconds."""
-    monkeypatch.setattr(backing_module, "LONGEST_WAIT", 0.2)
-    arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(0, ""))
-    backing = Backing(arena, None, Counters())
-    began = time.monotonic()
-    for _ in range(20):
-        with pytest.raises(TierFull):
-            backing.new(PAGE, 0, insist=True)
-    assert time.monotonic() - began < 2
-    backing.close()
-    arena.close()
 
 
 def test_without_a_disk_what_others_need_is_used_on() -> None:
@@ -664,24 +604,6 @@ def test_what_lies_on_a_closed_disk_is_an_error_and_no_hang(arena: DramArena, tm
     with pytest.raises(Exception, match="session is over"):
         contents(backing, stored_groups[0])
     assert contents(backing, stored_groups[11]) == {11}
-
-
-def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
-    """Refused for want of one, a request ran later, into a block that by then was another's."""
-    disk = Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    ran = threading.Semaphore(0)
-    disk._readers.read(ran.release)
-    disk._writers.write(ran.release)
-    assert all(ran.acquire(timeout=10) for _ in range(2))
-    with pytest.raises(RuntimeError, match="new thread"):
-        Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
-    monkeypatch.undo()
-    disk.close()
 
 
 def test_what_another_engine_is_writing_out_is_not_written_out_again(make: Make) -> None:

@@ -23,9 +23,10 @@ from tests.unit.by_hand import eventually
 from tests.unit.natively import built
 from torch_tiers.allocator.errors import StoreError, TierFull
 from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.nvme.extent import NvmeExtent
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
-from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct, DirectWay

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 import torch
 
+from tests.unit.by_hand import HandStore
 from tests.unit.migrator.offload.rig import NBYTES, Rig, assert_nothing_left
+from torch_tiers.allocator.sizes import PAGE
+from torch_tiers.migrator.offload.disk import Disk
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_groups_past_dram_come_back_from_disk(disk: Rig) -> None:
@@ -41,3 +48,21 @@ def test_a_group_goes_to_the_tier_that_the_plan_names(disk: Rig) -> None:
         view = held.use()
         disk.back.run()
         assert torch.equal(view, held.expected)
+
+
+def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused for want of one, a request ran later, into a block that by then was another's."""
+    disk = Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran = threading.Semaphore(0)
+    disk._readers.read(ran.release)
+    disk._writers.write(ran.release)
+    assert all(ran.acquire(timeout=10) for _ in range(2))
+    with pytest.raises(RuntimeError, match="new thread"):
+        Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
+    monkeypatch.undo()
+    disk.close()

@@ -9,7 +9,7 @@ from tests.unit.migrator.offload.rig import NBYTES, Held, Rig
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.sizes import PAGE, MiB
 from torch_tiers.migrator.offload.group import State
-from torch_tiers.migrator.streams import SLOT
+from torch_tiers.migrator.streams.pieces import SLOT
 
 
 def test_within_the_limit_memory_is_not_released(rig: Rig) -> None:

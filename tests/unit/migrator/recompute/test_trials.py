@@ -18,6 +18,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.group import Group, Saved
+from torch_tiers.migrator.offload.transport import Transport
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.recompute.trials import Trial, Trials
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
@@ -143,17 +144,18 @@ def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
 def test_trials_change_nothing_about_what_comes_back_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[tuple[int, int]] = []
     looked: list[Saved] = []
-    bring, glimpse = Engine._bring, Engine.glimpse
+    fetch, glimpse = Transport.fetch, Engine.glimpse
 
-    def note(engine: Engine, group: Group) -> None:
+    def note(transport: Transport, group: Group) -> None:
         brought.append((group.next_use, group.nbytes))
-        bring(engine, group)
+        fetch(transport, group)
 
     def look(engine: Engine, saved: Saved) -> Tensor | None:
         looked.append(saved)
-        return glimpse(engine, saved)
+        with mock.patch.object(Transport, "fetch", fetch):
+            return glimpse(engine, saved)
 
-    monkeypatch.setattr(Engine, "_bring", note)
+    monkeypatch.setattr(Transport, "fetch", note)
     monkeypatch.setattr(Engine, "glimpse", look)
     recorded(2, rows=4096, hbm="4MiB")  # until there is a plan, next to nothing may stay
     with_trials, brought = brought, []
@@ -168,11 +170,11 @@ def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_time
 ) -> None:
     copies: list[int] = []
     inputs: list[int] = []
-    attempt, copy_back = Trials.attempt, Engine._copy_back
+    attempt, fetch = Trials.attempt, Transport.fetch
 
-    def counted(engine: Engine, *arguments: object) -> Tensor:
+    def counted(transport: Transport, group: Group) -> None:
         copies[-1] += 1
-        return copy_back(engine, *arguments)  # type: ignore[arg-type]
+        fetch(transport, group)
 
     def one(trials: Trials, trial: Trial, *others: object) -> None:
         copies.append(0)
@@ -182,7 +184,7 @@ def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_time
         copies.append(0)  # those of the program
 
     monkeypatch.setattr(Trials, "attempt", one)
-    monkeypatch.setattr(Engine, "_copy_back", counted)
+    monkeypatch.setattr(Transport, "fetch", counted)
     copies.append(0)
     recorded(2, rows=4096, hbm="4MiB")
     of_trials = copies[1::2]

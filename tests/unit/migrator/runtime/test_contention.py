@@ -29,8 +29,9 @@ from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.runtime.backoff import LEAST_GROUPS, Response
 from torch_tiers.migrator.saved import learning_room
-from torch_tiers.migrator.streams import Event, Piece, Stream, at_full_speed, flat
+from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostEvent
+from torch_tiers.migrator.streams.pieces import Piece, at_full_speed, flat
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.monitor.calibration import Calibration

@@ -24,8 +24,8 @@ from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.saved.actions import Go, Stay
 from torch_tiers.migrator.saved.mover import Mover
-from torch_tiers.migrator.streams import SLOT
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
+from torch_tiers.migrator.streams.pieces import SLOT
 from torch_tiers.migrator.telemetry.counters import Counters
 
 pytestmark = pytest.mark.usefixtures("every_save_is_an_operation_s_own")

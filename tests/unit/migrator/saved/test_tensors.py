@@ -19,7 +19,7 @@ from tests.unit.natively import built
 from torch_tiers.migrator.recording.storages import Known
 from torch_tiers.migrator.saved.actions import Moved
 from torch_tiers.migrator.saved.tensors import HookTensors
-from torch_tiers.migrator.streams import SLOT
+from torch_tiers.migrator.streams.pieces import SLOT
 
 SWEEP, NEAR = 4096, 64  # `kSweep` and `kNear` of `storages.h`
 

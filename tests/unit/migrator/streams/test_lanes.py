@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.by_hand import eventually
 from torch_tiers.allocator.sizes import KiB, MiB
-from torch_tiers.migrator.streams import TIMED, whole
+from torch_tiers.migrator.streams import TIMED
 from torch_tiers.migrator.streams.host import HostCompute, HostEvent, HostLane
+from torch_tiers.migrator.streams.pieces import whole
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 

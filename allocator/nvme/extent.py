@@ -1,8 +1,8 @@
-"""A stripe: the part of an extent that lies in one piece in one directory's file, with its checksum."""
+"""An extent of a store, in stripes: each lies in one piece in one directory's file, and has its checksum."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -49,3 +49,19 @@ class Stripe:
             reason = f"checksum {found:#x} where {self._sum:#x} was written"
             where = self.volume.backend.path
             raise CorruptionError(where, self.extent.offset, self.extent.nbytes, "read", reason)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NvmeExtent:
+    """The place of one block in a store.
+
+    Attributes
+    ----------
+    nbytes
+        Whole 4 KiB blocks: exactly what `NvmeStore.write` and `read` transfer.
+    stripes
+        Where they lie, in their order.
+    """
+
+    nbytes: int
+    stripes: tuple[Stripe, ...] = field(repr=False)
