@@ -2,29 +2,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
 from tests.unit.by_hand import HandStore
 from tests.unit.migrator.offload.rig import Rig, graph
 from torch_tiers.allocator.sizes import PAGE
-from torch_tiers.migrator.offload import filling
 
 
 @pytest.fixture(autouse=True)
-def by_reference_count_alone() -> Iterator[None]:
+def by_reference_count_alone(every_save_is_an_operation_s_own: None) -> Iterator[None]:
     """Memory must not wait for the garbage collector, which many trainers switch off."""
     gc.disable()
     yield
     gc.enable()
     graph.clear()
-
-
-@pytest.fixture(autouse=True)
-def every_save_is_an_operation_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved here no operation makes."""
-    monkeypatch.setattr(filling, "_operation", count().__next__)
 
 
 @pytest.fixture
