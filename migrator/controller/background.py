@@ -96,12 +96,25 @@ def in_background(job: Callable[[], T]) -> Future[T]:
 
 
 def at_once(job: Callable[[], T]) -> Future[T]:
-    """Do `job` here and now."""
+    """Do `job` while this thread waits for it.
+
+    Not in this thread: what a signal's handler raises meanwhile, such as a timeout, is the program's, and no result.
+    """
     future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work, name="tiers-planner", daemon=True)
     try:
-        future.set_result(job())
-    except Exception as error:
-        future.set_exception(error)
+        thread.start()
+    except RuntimeError:  # no thread can be had
+        work()
+    else:
+        thread.join()
     return future
 
 

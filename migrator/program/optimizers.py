@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.migrator.program import weights
 
@@ -26,7 +27,7 @@ class Optimizers:
 
     def __init__(self) -> None:
         self.period_due = True
-        self._state: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._state = WeakIdKeyDictionary()  # bytes, by optimizer, which may compare as it likes
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._followed = 0  # steps of others since the leader's last
 
@@ -50,7 +51,7 @@ class Optimizers:
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer has made a step; whether it leads."""
         leader = self._leader and self._leader()
-        self._followed = 0 if leader in (None, optimizer) else self._followed + 1
+        self._followed = 0 if leader is None or leader is optimizer else self._followed + 1
         if leader is None or self._followed > LEADERLESS:
             leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
         leads = leader is optimizer

@@ -15,6 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
+from torch_tiers.migrator.program.modules import walk
+
 Action = TypeVar("Action")
 Action_co = TypeVar("Action_co", covariant=True)
 
@@ -150,7 +152,7 @@ class Modules(Generic[Action]):
         name = next(name for name in names if name not in self._names)
         self._names.add(name)
         nodes: dict[int, Node[Action]] = {}
-        for path, module in root.named_modules():  # which begins with the root itself
+        for path, module in walk(root):
             key, named = id(module), self._named.get(id(module))
             # What another root has that lives keeps its name: a wrapper that comes for an evaluation renames no model.
             if module is root or named is None or named() is not module:

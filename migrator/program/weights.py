@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_tiers.migrator.program import modules
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -23,16 +25,27 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def of_module(module: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers."""
-    yield from plain_tensors(module.parameters())
-    yield from plain_tensors(module.buffers())
+    yield from plain_tensors(modules.tensors(module))
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Gradients and the optimizer's state."""
     for group in optimizer.param_groups:
         yield from plain_tensors(p.grad for p in group["params"] if p.grad is not None)
-    for state in optimizer.state.values():
-        yield from plain_tensors(value for value in state.values() if isinstance(value, torch.Tensor))
+    yield from plain_tensors(_tensors_in(optimizer.state))
+
+
+def _tensors_in(state: object) -> Iterator[torch.Tensor]:
+    """Those in an optimizer's state: as a rule a dict for each parameter, but any object will do."""
+    left = [state]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -76,7 +89,7 @@ class Gathered:
     """What FSDP gathers, root by root."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
+        self._known = WeakIdKeyDictionary()  # of roots, which may compare as they like
 
     def of(self, root: nn.Module, *, afresh: bool = False) -> Gathering | None:
         """What is gathered for a forward of a root, as far as it is known; None under FSDP's older form.
@@ -97,7 +110,8 @@ class Gathered:
     def _sharded(self, root: nn.Module, *, afresh: bool = False) -> _Sharded:
         if afresh or root not in self._known:
             self._known[root] = _Sharded.within(root)
-        return self._known[root]
+        known: _Sharded = self._known[root]
+        return known
 
 
 @dataclass(slots=True)
@@ -115,7 +129,7 @@ class _Sharded:
     @classmethod
     def within(cls, root: nn.Module) -> _Sharded:
         found = cls()
-        for module in root.modules():
+        for _, module in modules.walk(root):
             names = {base.__name__ for base in type(module).__mro__}  # to import those classes takes a second
             found.is_older |= "FullyShardedDataParallel" in names
             if "FSDPModule" not in names:

@@ -108,12 +108,16 @@ def uninstall() -> None:
 
 _plain_call: Any = None  # what it was when ours was put over it
 _our_call: Any = None
+_limits = (0, 0)  # of recursion: the one there was, and the one that we set
 
 
 def _stand_before_calls() -> None:
     """Be told of every call of a module from now on."""
-    global _plain_call, _our_call
+    global _plain_call, _our_call, _limits
     plain = _plain_call = nn.Module.__call__
+    # PyTorch's call of a module takes four of these, and ours one more.
+    _limits = sys.getrecursionlimit(), sys.getrecursionlimit() * 4 // 3
+    sys.setrecursionlimit(_limits[1])
 
     @wraps(plain)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
@@ -134,6 +138,8 @@ def _stand_before_calls() -> None:
 def _stand_aside() -> None:
     """Be told of no call any more."""
     global _plain_call, _our_call
+    if sys.getrecursionlimit() == _limits[1]:  # else the program has set one of its own since
+        sys.setrecursionlimit(_limits[0])
     if nn.Module.__call__ is _our_call:  # what somebody has put over it since is not ours to undo
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
     if _our_call is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_at_least, format_size
@@ -30,7 +30,7 @@ class Models:
 
     def __init__(self, hbm: Callable[[torch.device], int]) -> None:
         self._hbm = hbm
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._known = WeakIdKeyDictionary()  # models, which may compare as they like
         self._listing = threading.Lock()  # threads add while others go through them
 
     def add(self, model: nn.Module) -> bool:
@@ -38,7 +38,7 @@ class Models:
         if model in self._known:
             return False
         with self._listing:
-            self._known.add(model)
+            self._known[model] = None
         return True
 
     def tensors(self) -> Iterator[torch.Tensor]:
