@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
+from tests.scenarios import REMADE, assert_same, batch, gradients, main, moved, moving, perceptron, train
 from torch_tiers.allocator.sizes import KiB, MiB
 
 View = Callable[[Tensor], Tensor]
@@ -222,6 +224,39 @@ def what_a_kernel_fills_after_it_was_saved_moves_once_it_is_filled(device: torch
     for room in (0, MiB, 3 * MiB):
         assert_same(program, device, room=room)
         assert_same(program, device, room=room, share=0.5)
+
+
+def parts_with_counters_of_their_own_are_not_taken_for_the_whole(device: torch.device) -> None:
+    """One is saved, and then another written in place: no version tells that the storage is as it was no more."""
+
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(128, 3 * 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second, third = self.layer(x).unsafe_chunk(3, 1)
+            reset, update, new = first.sigmoid_(), second.sigmoid_(), third.mul_(first)
+            return x + (new * update).exp().sin() * reset
+
+    class Cell(nn.GRUCell):
+        def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+            for _ in range(3):
+                h = super().forward(x, h) * 1.0
+            assert h is not None
+            return h
+
+    class Layer(nn.GRU):
+        def forward(self, x: Tensor, h: Any = None) -> Any:
+            return super().forward(x.view(-1, 8, 128))[0].reshape(x.shape)
+
+    def program(make: Callable[[], nn.Module], device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(nn.Sequential(make(), make()).to(device), device, steps=6)
+
+    for make in (Gates, partial(Cell, 128, 128), partial(Layer, 128, 128)):
+        assert_same(partial(program, make), device, moves=False, **REMADE)
+        assert_same(partial(program, make), device, moves=False, policy="superneurons", room=MiB)
 
 
 if __name__ == "__main__":

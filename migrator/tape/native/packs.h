@@ -52,17 +52,20 @@ bool stays(PyObject *packed) {
   return checked(PyObject_GetAttrString(PyTuple_GET_ITEM(packed, 3), "known")).get() == Py_None;
 }
 
-// Whether, where it moves, that is not all of its storage; see `reach` of `saved/native/storages.h`.
+// Whether what is packed of it may not have all of its storage's bytes as they are now: where it moves, that is not all
+// of them (see `reach` of `saved/native/storages.h`), or the rest may be written without a change of its version, as
+// that of parts by `unsafe_chunk`, each of which has a counter of its own: the CPU's GRU writes one after the other.
 bool is_part(const at::Tensor &tensor) {
   const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
   if (!storage || tensor.layout() != c10::kStrided) return true;
   const uint64_t all = storage->nbytes(), own = tensor.nbytes();
   if (own == all) return false;
+  if (!tensor.is_view() || tensor._base().nbytes() != all) return true;
   int64_t elements = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) elements += (tensor.size(dim) - 1) * tensor.stride(dim);
   const uint64_t spans = uint64_t(elements) * tensor.itemsize();
   const uint64_t low = uint64_t(tensor.storage_offset()) * tensor.itemsize();
-  const bool all_of_it = 2 * spans >= all && (tensor.is_view() || own < spans);
+  const bool all_of_it = 2 * spans >= all;
   constexpr uint64_t kSlot = 512;  // `streams/pieces.py`, `SLOT`
   return !all_of_it && (low >= kSlot || low + spans != all);
 }
