@@ -38,9 +38,9 @@ def by_iteration(stats: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping
     """Bytes moved by lane and seconds stalled by cause, of an iteration: of those under the last plan, if they tell."""
     settled = stats.get("settled")  # of which earlier versions did not tell
     if settled is not None and stats["step_s"]["settled"]["steps"] >= ENOUGH:
-        iterations, moved, stalled = max(settled["periods"], 1), settled["moved"], settled["stalled_s"]
+        iterations, moved, stalled = max(settled["iterations"], 1), settled["moved"], settled["stalled_s"]
     else:
-        iterations, moved = max(stats["periods"], 1), stats["moved"]
+        iterations, moved = max(stats["iterations"], 1), stats["moved"]
         stalled = {cause: stall["seconds"] for cause, stall in stats["stalls"].items()}
     return (
         {lane: nbytes / iterations for lane, nbytes in moved.items()},

@@ -313,9 +313,9 @@ def account(directory: Path, environ: dict[str, str], log: Path, steps: int) -> 
             told["reserved"] = max(stats["peak"]["hbm"], told.get("reserved", 0))
         if "moved" in told:
             continue
-        told |= {"moved": stats["moved"], "periods": stats["periods"]}
+        told |= {"moved": stats["moved"], "iterations": stats["iterations"]}
         told["settled"] = stats["step_s"]["settled"]["steps"] // max(1, round(stats["steps"] / steps))
-        each = max(1, round(stats["periods"] / steps)) * 1e3  # of predictions, which are of an iteration, in ms
+        each = max(1, round(stats["iterations"] / steps)) * 1e3  # of predictions, which are of an iteration, in ms
         for name in ("predicted", "ideal"):
             seconds = stats.get("why", {}).get(f"{name}_s")
             if seconds:

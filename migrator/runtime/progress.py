@@ -83,7 +83,7 @@ class Progress:
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
             "beside_hbm": max((shared.beside for shared in devices), default=0),
-            "periods": counters.iterations,
+            "iterations": counters.iterations,
             "steps": self.steps,
             "moved": dict(counters.moved),
             "groups": counters.groups,

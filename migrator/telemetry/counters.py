@@ -53,7 +53,7 @@ class Counters:
         """What was counted under the last plans; what comes before is learning, which moves more."""
         iterations, moved = self._learning
         return {
-            "periods": self.iterations - iterations,
+            "iterations": self.iterations - iterations,
             "moved": {lane: nbytes - moved.get(lane, 0) for lane, nbytes in self.moved.items()},
             "stalled_s": {cause: self._stalled.get(cause, 0.0) for cause in self.stalls},
         }

@@ -16,7 +16,7 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 
 MOST = 100_000  # events that are kept: some tens of MB, and hours of a program that moves much
 HOST = "host"  # stands for a device where something happens on none
-STEPS, EVENTS, ITERATIONS, WAITS = "steps", "events", "periods", "waits"
+STEPS, EVENTS, ITERATIONS, WAITS = "steps", "events", "iterations", "waits"
 ORDER = (STEPS, EVENTS, ITERATIONS, WAITS, *LANES)
 """Kinds of tracks, from above."""
 
@@ -47,7 +47,7 @@ class Timeline:
 
     def iteration(self, device: str, number: int, end: float) -> None:
         """An iteration is over on a device."""
-        self._until(device, ITERATIONS, "period", number, end)
+        self._until(device, ITERATIONS, "iteration", number, end)
 
     def waited(self, device: str, cause: str, begin: float, end: float) -> None:
         """The compute stream of a device, or a thread of the host, waited for a lane."""

@@ -216,7 +216,7 @@ def assert_same(program: Program, device: torch.device, *, moves: bool = True, *
         differ = [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b]
         assert not differ or bits(program(device)) == plain, "the program does not equal itself"
         assert not differ, f"of {len(plain)} results these differ with tiers: {differ}"
-    print(f"  {len(plain)} results equal; moved {stats['moved']} in {stats['periods']} periods")
+    print(f"  {len(plain)} results equal; moved {stats['moved']} in {stats['iterations']} iterations")
     assert not moves or stats["moved"]["h2d"] > 0, "nothing moved, so nothing was tested"
     return stats
 

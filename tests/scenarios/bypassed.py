@@ -238,9 +238,9 @@ def an_iteration_ends_that_backward_of_what_is_heard_is_no_part_of(device: torch
     model = TwoLosses().to(device)
     with _counted(), moving(share=0) as session:
         train(model, device, steps=STEPS, loss_of=lambda model, x: model(x, whole=True))
-        before = session.stats()["periods"]
+        before = session.stats()["iterations"]
         train(model, device, steps=5, loss_of=lambda model, x: model(x, whole=False))
-        assert session.stats()["periods"] >= before + 5, "there were steps"
+        assert session.stats()["iterations"] >= before + 5, "there were steps"
 
 
 def every_forward_of_several_before_a_step_is_an_iteration_of_its_own(device: torch.device) -> None:

@@ -63,7 +63,7 @@ def check(program: str, budget: str, device: str) -> None:
         assert run(program, STEPS[device], device) == expected
         stats = session.stats()
     sizes = {lane: f"{nbytes / MiB:.1f} MiB" for lane, nbytes in stats["moved"].items()}
-    print(f"{program}, {budget}: {sizes}, {stats['groups']} groups, {stats['periods']} periods")
+    print(f"{program}, {budget}: {sizes}, {stats['groups']} groups, {stats['iterations']} iterations")
 
 
 def check_policy(program: str, policy: str, device: str) -> None:

@@ -130,7 +130,7 @@ def optimizers_that_step_within_backward(device: torch.device) -> None:
         return results
 
     # The last one is over when the next forward begins, which does not come.
-    assert assert_same(program, device)["periods"] == 5
+    assert assert_same(program, device)["iterations"] == 5
 
 
 def losses_dropped_without_backward(device: torch.device) -> None:
@@ -222,11 +222,11 @@ def keep_leaves_what_is_saved_to_pytorch_once_it_has_recorded(device: torch.devi
             step()
         assert top(True) is None
         before = session.stats()
-        assert before["periods"] >= before["steps"] == 8
+        assert before["iterations"] >= before["steps"] == 8
         for rows in (2048, 512, 4096, 1):  # also what nobody has foreseen
             step(rows)
         after = session.stats()
-        assert (after["periods"], after["steps"]) == (before["periods"] + 4, 12)
+        assert (after["iterations"], after["steps"]) == (before["iterations"] + 4, 12)
         grad = torch.func.grad(lambda x: x.square().mean())(batch(device, 0))
         assert grad.isfinite().all()
     with moving() as session:  # the next session begins afresh
@@ -246,7 +246,7 @@ def a_program_of_which_nothing_is_large_enough_to_move_is_not_recorded_for_ever(
             model(batch(device, i, rows=4, width=8)).square().mean().backward()
             optimizer.step()
         saver = session.runtime.saver()
-        assert session.stats()["periods"] >= 11
+        assert session.stats()["iterations"] >= 11
         assert saver is not None and not saver.place.recording
 
 

@@ -103,7 +103,7 @@ def a_new_thread_for_each_forward_is_said_to_have_no_plan(device: torch.device) 
             (loss,) = _in_a_thread(lambda i=i: [model(batch(device, i)).square().mean()])  # type: ignore[misc]
             loss.backward()
             optimizer.step()
-        assert session.stats()["periods"] == 0
+        assert session.stats()["iterations"] == 0
     assert ["no iteration has ended" in call.args[0] for call in warning.call_args_list] == [True]
 
 

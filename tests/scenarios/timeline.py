@@ -43,7 +43,7 @@ def copies_and_iterations_lie_within_the_steps_that_they_belong_to(device: torch
         late = [span for span in spans if span[0] > steps[1][0]]  # the first are placed before the clocks are tied
         for span in late:
             assert any(begin - OFF <= span[0] and span[1] <= end + OFF for begin, end in steps), (span, steps)
-    ends = [(event["ts"] + event["dur"]) / 1e6 for event in slices if event["cat"] == "periods"]
+    ends = [(event["ts"] + event["dur"]) / 1e6 for event in slices if event["cat"] == "iterations"]
     assert len(ends) == len(steps) - 1
     for end, (begin, over) in zip(ends, steps[1:], strict=True):
         assert begin - OFF <= end <= over + OFF, (end, begin, over)

@@ -77,7 +77,7 @@ class BenchVerb:
 
 def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
     """The runs side by side, and what those that failed said last."""
-    table = Table("policy", "hbm", "step", "of ideal", "peak hbm", "peak dram", "moved per period")
+    table = Table("policy", "hbm", "step", "of ideal", "peak hbm", "peak dram", "moved per iteration")
     for outcome in outcomes:
         row = [outcome.variant.policy, outcome.variant.hbm or "all"]
         stats, step, fraction = outcome.stats, outcome.step, _fraction(outcome, outcomes)

@@ -79,7 +79,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     """Tables and lines for the content of a stats.json."""
     yield (
         f"device {stats['device']}, allocator {stats['allocator']}, policy {stats['policy']}: "
-        f"{stats['steps']} steps, {stats['periods']} periods, {stats['groups']} page groups"
+        f"{stats['steps']} steps, {stats['iterations']} iterations, {stats['groups']} page groups"
     )
     yield _step(stats["step_s"])
     if stats["unmanaged_bytes"]:
@@ -91,7 +91,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     yield tiers
     if stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
         yield "hbm is over its budget, which without a GPU is counted, not enforced"
-    lanes = Table("lane", "moved", "per period", title="lanes", title_justify="left")
+    lanes = Table("lane", "moved", "per iteration", title="lanes", title_justify="left")
     moved_each, stalled_each = by_iteration(stats)
     for lane, moved in stats["moved"].items():
         if moved:
@@ -99,7 +99,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     yield lanes if lanes.rows else "nothing was moved"
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
         yield _wear(written, stats["step_s"])
-    stalls = Table("waiting for", "count", "time", "per period", title="stalls", title_justify="left")
+    stalls = Table("waiting for", "count", "time", "per iteration", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
     yield stalls if stalls.rows else "no stalls"

@@ -29,7 +29,7 @@ def stats_from_json(content: str) -> dict[str, Any]:
     stats = record(parse(content), "stats")
     for name in ("device", "allocator", "policy"):
         text(field(stats, name), name)
-    for name in ("steps", "periods", "groups", "unmanaged_bytes"):
+    for name in ("steps", "iterations", "groups", "unmanaged_bytes"):
         _count(field(stats, name), name)
     _check_tiers(stats)
     lanes = mapping(field(stats, "moved"), "moved", _count, _MOST_NAMES)
@@ -73,7 +73,7 @@ def _check_settled(stats: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         return
     settled = record(stats["settled"], "settled")
     field(record(stats["step_s"], "step_s"), "settled", "step_s")
-    _check_counts(settled, "settled", ("periods",))
+    _check_counts(settled, "settled", ("iterations",))
     for name, read in (("moved", _count), ("stalled_s", _seconds)):
         counts = mapping(field(settled, name, "settled"), f"settled.{name}", read, _MOST_NAMES)
         for key in wanted[name]:

@@ -77,7 +77,7 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     """Account for a run whose last trace and plan these are, and whose stats.json held `stats`."""
     result = simulate(trace, links, plan)
     median = step_seconds(stats)
-    measured = None if median is None else median * stats["steps"] / max(stats["periods"], stats["steps"], 1)
+    measured = None if median is None else median * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     actions = tuple(_actions(trace, plan))
     hints = tuple(_hints(trace, plan, result, measured, stats["budget"]["hbm"]))
     return Why(actions, result, measured, where_fullest(trace, result.hbm), hints, trace.varies)

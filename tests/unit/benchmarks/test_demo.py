@@ -23,7 +23,7 @@ STATS = {
     "allocator": "torch",
     "policy": "auto",
     "budget": {"hbm": 60 * MiB, "dram": 20 * MiB, "nvme": None},
-    "periods": 2,
+    "iterations": 2,
     "steps": 2,
     "peak": {"hbm": 59 * MiB, "dram": 20 * MiB, "nvme": 0},
     "moved": dict.fromkeys(LANES, 0)

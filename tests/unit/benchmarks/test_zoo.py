@@ -200,7 +200,7 @@ class Runs:
     def __call__(self, words: list[str], environ: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
         log.write_text("Traceback\nRuntimeError: no room\nand so on\n")
         if "report" in words:
-            told = {"peak": {"hbm": 3 * GiB}, "moved": {}, "periods": 80, "steps": 40}
+            told = {"peak": {"hbm": 3 * GiB}, "moved": {}, "iterations": 80, "steps": 40}
             why = {"predicted_s": 0.1, "ideal_s": 0.05}
             return 0, json.dumps(told | {"step_s": {"settled": {"steps": 14}}, "why": why})
         program = words[words.index("benchmarks.zoo.run") + 1]

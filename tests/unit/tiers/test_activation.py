@@ -90,7 +90,7 @@ def test_with_keep_nothing_moves(tmp_path: Path) -> None:
     """Nor while the first iterations are recorded, which would have the allocator see another program."""
     done = tiered(TRAIN, TIERS_POLICY="keep", TIERS_HBM=SMALL, TIERS_RUN=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert stats_of(tmp_path)["periods"] == 6
+    assert stats_of(tmp_path)["iterations"] == 6
     assert not any(stats_of(tmp_path)["moved"].values())
 
 
@@ -120,7 +120,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "allocator": "str",
         "policy": "str",
         "budget": {"hbm": "int", "dram": "int", "nvme": "int"},
-        "periods": "int",
+        "iterations": "int",
         "steps": "int",
         "peak": {"hbm": "int", "dram": "int", "nvme": "int"},
         "moved": dict.fromkeys(lanes, "int"),
@@ -128,7 +128,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "flushes": "int",
         "stalls": {"h2d": stall},
         "settled": {
-            "periods": "int",
+            "iterations": "int",
             "moved": dict.fromkeys(lanes, "int"),
             "stalled_s": {"h2d": "float"},
         },
@@ -143,12 +143,12 @@ def test_the_numbers_in_stats_json_are_the_run_s(run: Path) -> None:
     stats = stats_of(run)
     assert (stats["device"], stats["allocator"], stats["policy"]) == ("cpu", "torch", "auto")
     assert stats["budget"] == {"hbm": int(SMALL), "dram": 64 * MiB, "nvme": 0}
-    assert stats["steps"] == stats["periods"] == 6
+    assert stats["steps"] == stats["iterations"] == 6
     assert 0 < stats["peak"]["hbm"] <= int(SMALL)
     step = stats["step_s"]
     assert step["min"] <= step["median"] <= step["max"]
     assert step["min"] <= step["settled"]["median"] <= step["max"] and 0 < step["settled"]["steps"] < 5
-    assert 0 < stats["settled"]["periods"] < 6 and 0 < stats["settled"]["moved"]["h2d"] < stats["moved"]["h2d"]
+    assert 0 < stats["settled"]["iterations"] < 6 and 0 < stats["settled"]["moved"]["h2d"] < stats["moved"]["h2d"]
 
 
 def test_a_second_run_into_a_directory_is_refused_unless_forced(run: Path) -> None:

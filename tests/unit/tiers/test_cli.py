@@ -40,7 +40,7 @@ STATS = {
     "allocator": "torch",
     "policy": "auto",
     "budget": {"hbm": 20 * GiB, "dram": None, "nvme": 0},
-    "periods": 10,
+    "iterations": 10,
     "steps": 10,
     "peak": {"hbm": 15 * GiB, "dram": 4 * GiB, "nvme": 0},
     "moved": {"d2h": 40 * GiB, "h2d": 40 * GiB, "disk_write": 0, "disk_read": 0},
@@ -284,7 +284,7 @@ def test_report_tells_what_an_iteration_moves_under_the_last_plan_once_there_wer
 ):
     """The first iterations move all that is saved, and wait for it: of 20 steps they made up most."""
     lanes = {"d2h": 2 * iterations * GiB, "h2d": 0, "disk_write": 0, "disk_read": 0}
-    settled = {"periods": iterations, "moved": lanes, "stalled_s": {"disk_read": iterations * 1e-3}}
+    settled = {"iterations": iterations, "moved": lanes, "stalled_s": {"disk_read": iterations * 1e-3}}
     step = STATS["step_s"] | {"settled": {"median": 0.4, "steps": iterations}}
     (tmp_path / "stats.json").write_text(json.dumps(STATS | {"settled": settled, "step_s": step}))
     assert main(["report", str(tmp_path)]) == 0
@@ -300,7 +300,7 @@ def test_report_tells_what_an_iteration_moves_under_the_last_plan_once_there_wer
 def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct, said):
     """Drives wear: what a step writes adds up over the hours."""
     moved = {"d2h": 0, "h2d": 0, "disk_write": 20 * staged, "disk_read": 0, "gds_write": 20 * direct}
-    stats = STATS | {"moved": moved, "periods": 20}
+    stats = STATS | {"moved": moved, "iterations": 20}
     (tmp_path / "stats.json").write_text(json.dumps(stats))
     assert main(["report", str(tmp_path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -309,7 +309,7 @@ def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct,
 
 
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
-    idle = {**STATS, "periods": 0, "steps": 0, "stalls": {}}
+    idle = {**STATS, "iterations": 0, "steps": 0, "stalls": {}}
     idle["step_s"] = {"median": None, "min": None, "max": None}
     (tmp_path / "stats.json").write_text(json.dumps(idle))
     assert main(["report", str(tmp_path)]) == 0

@@ -49,7 +49,7 @@ def test_copies_of_every_lane_are_told_and_no_more_bytes_than_were_moved(run: Pa
         assert copy["args"]["GB/s"] == pytest.approx(copy["args"]["bytes"] / copy["dur"] / 1e3, abs=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "noun"), [("steps", "step"), ("periods", "period")])
+@pytest.mark.parametrize(("kind", "noun"), [("steps", "step"), ("iterations", "iteration")])
 def test_steps_and_iterations_follow_one_another_from_the_second_on(run: Path, kind: str, noun: str) -> None:
     found = slices(run, kind)
     assert [event["name"] for event in found] == [f"{noun} {number}" for number in range(2, STEPS + 1)]
@@ -66,7 +66,7 @@ def test_all_lie_on_one_clock(run: Path) -> None:
             assert any(step["ts"] <= copy["ts"] < step["ts"] + step["dur"] for copy in slices(run, lane))
     for lane in ("d2h", "h2d", "disk_read"):
         assert all(copy["ts"] + copy["dur"] <= end for copy in slices(run, lane))
-    for step, iteration in zip(steps, slices(run, "periods"), strict=True):
+    for step, iteration in zip(steps, slices(run, "iterations"), strict=True):
         assert abs(step["ts"] - iteration["ts"]) < 0.1 * (end - begin)
 
 

@@ -33,7 +33,7 @@ def account(plan: Plan, *, seconds: float | None = None, budget: int = 12 * GiB,
     stats: dict[str, Any] = {
         "step_s": {"median": seconds},
         "steps": 10,
-        "periods": iterations,
+        "iterations": iterations,
         "budget": {"hbm": budget},
     }
     return why(MODEL, plan, links_from({}, disk=False), stats)
@@ -68,7 +68,7 @@ def test_a_step_of_several_iterations_is_measured_by_the_iteration() -> None:
 
 def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
     step = {"median": 1.0, "settled": {"median": 0.1, "steps": 5}}
-    stats = {"step_s": step, "steps": 10, "periods": 10, "budget": {"hbm": 12 * GiB}}
+    stats = {"step_s": step, "steps": 10, "iterations": 10, "budget": {"hbm": 12 * GiB}}
     assert why(MODEL, planned(12 * GiB), PCIE_GEN5, stats).measured == pytest.approx(0.1)
 
 
@@ -134,7 +134,7 @@ def test_a_plan_without_its_trace_costs_the_account_only(
 
 def test_where_sizes_change_from_step_to_step_nothing_is_predicted_in_numbers() -> None:
     """A mixture of experts was told 0.99 of an ideal step, which four of its own fitted into."""
-    stats: dict[str, Any] = {"step_s": {"median": 1.0}, "steps": 10, "periods": 10, "budget": {"hbm": 12 * GiB}}
+    stats: dict[str, Any] = {"step_s": {"median": 1.0}, "steps": 10, "iterations": 10, "budget": {"hbm": 12 * GiB}}
     told = why(replace(MODEL, varies=True), planned(8 * GiB), PCIE_GEN5, stats)
     lines = [part for part in render(told) if isinstance(part, str)]
     assert any("change from step to step" in line for line in lines)

@@ -99,7 +99,7 @@ def test_a_program_that_fits_is_left_alone_once_that_was_seen(pages: Pages) -> N
         assert not is_on()
         before = session.stats()
         train(5)
-        assert session.stats()["periods"] == before["periods"] + 5
+        assert session.stats()["iterations"] == before["iterations"] + 5
     assert not pages.news
 
 
@@ -138,8 +138,8 @@ def test_the_timeline_tells_when_hooks_rest_and_why_they_no_longer_do(pages: Pag
     whole = json.loads(gzip.decompress((tmp_path / "timeline.json.gz").read_bytes()))
     happened = [event["name"] for event in whole["traceEvents"] if event["ph"] == "i"]
     assert happened.index("hooks rest") < happened.index("hbm was full")
-    *_, last = [event["name"] for event in whole["traceEvents"] if event.get("cat") == "periods"]
-    assert last.startswith("periods ") and last.endswith(f" to {CLOSELY + 9}")  # of those before it nobody knew
+    *_, last = [event["name"] for event in whole["traceEvents"] if event.get("cat") == "iterations"]
+    assert last.startswith("iterations ") and last.endswith(f" to {CLOSELY + 9}")  # of those before it nobody knew
 
 
 def test_a_program_that_does_not_fit_whatever_is_done_is_looked_at_all_the_time(pages: Pages) -> None:

@@ -180,8 +180,8 @@ def test_iterations_of_a_device_follow_one_another(compute: CudaCompute) -> None
     for _ in range(4):
         iteration(compute)
     compute.close()
-    iterations = slices(compute, "periods")
-    assert [event["name"] for event in iterations] == ["period 2", "period 3", "period 4"]
+    iterations = slices(compute, "iterations")
+    assert [event["name"] for event in iterations] == ["iteration 2", "iteration 3", "iteration 4"]
     for first, second in pairwise(iterations):
         assert first["ts"] + first["dur"] == pytest.approx(second["ts"], abs=0.01)
     assert start <= iterations[0]["ts"] / 1e6
@@ -206,5 +206,5 @@ def test_of_iterations_whose_waits_are_not_timed_only_the_waits_are_missing(comp
     for _ in range(3):
         iteration(compute, "h2d")
     compute.close()
-    assert [event["name"] for event in slices(compute, "periods")] == ["period 2", "period 3"]
+    assert [event["name"] for event in slices(compute, "iterations")] == ["iteration 2", "iteration 3"]
     assert slices(compute, "waits") == []

@@ -13,7 +13,7 @@ def test_what_is_settled_is_told_without_what_came_before_the_last_plan() -> Non
     counters.iterations, counters.moved["d2h"] = 5, 110
     counters.stalled("h2d", 0.5)
     assert counters.settled() == {
-        "periods": 2,
+        "iterations": 2,
         "moved": {"d2h": 10, "h2d": 0, "disk_write": 0, "disk_read": 0, "gds_write": 0, "gds_read": 0},
         "stalled_s": {"d2h": 0.0, "h2d": 0.5},
     }

@@ -91,10 +91,10 @@ def test_the_host_comes_first_and_its_tracks_are_whole() -> None:
     assert tracks(timeline) == [
         "host events",
         "host disk_read",
-        "cuda:0 periods",
+        "cuda:0 iterations",
         "cuda:0 waits (sampled)",
         "cuda:0 d2h (sampled)",
-        "cuda:1 periods",
+        "cuda:1 iterations",
         "cuda:1 waits (sampled)",
         "cuda:1 d2h (sampled)",
     ]
@@ -147,7 +147,7 @@ def test_iterations_that_nobody_saw_are_one_slice_with_the_next() -> None:
     timeline = Timeline()
     for number, end in ((1, 1.0), (2, 2.0), (9, 9.0)):
         timeline.iteration("cpu", number, end)
-    assert [event["name"] for event in told(timeline)] == ["period 2", "periods 3 to 9"]
+    assert [event["name"] for event in told(timeline)] == ["iteration 2", "iterations 3 to 9"]
 
 
 def test_an_iteration_that_ended_before_the_last_one_did_is_not_told() -> None:
@@ -155,7 +155,10 @@ def test_an_iteration_that_ended_before_the_last_one_did_is_not_told() -> None:
     timeline = Timeline()
     for number, end in ((1, 1.0), (2, 3.0), (3, 2.5), (4, 4.0)):
         timeline.iteration("cuda:0", number, end)
-    assert [(event["name"], event["ts"]) for event in told(timeline)] == [("period 2", 1e6), ("periods 3 to 4", 3e6)]
+    assert [(event["name"], event["ts"]) for event in told(timeline)] == [
+        ("iteration 2", 1e6),
+        ("iterations 3 to 4", 3e6),
+    ]
 
 
 def test_the_latest_events_are_kept_and_the_others_counted() -> None:
