@@ -243,7 +243,7 @@ class Session:
         from torch_tiers.planning import answer, why  # not before: tables take a while to import
 
         (trace, plan), links = self.runtime.learned, self._links()
-        for line in answer.render(answer.answer(trace, links, stats, why.why(trace, plan, links, stats))):
+        for line in answer.render(answer.answer_of(trace, links, stats, why.why(trace, plan, links, stats))):
             log.info("%s", line)
         if self._written:
             log.info("more of it: tiers report %s", self._run)

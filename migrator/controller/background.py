@@ -88,34 +88,42 @@ def in_background(job: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    try:
-        threading.Thread(target=work, name="tiers-planner", daemon=True).start()
-    except RuntimeError:  # no thread can be had
-        work()
+    _start(work)
     return future
 
 
-def at_once(job: Callable[[], T]) -> Future[T]:
-    """Do `job` while this thread waits for it.
+def in_thread(job: Callable[[], T]) -> Future[T]:
+    """Have `job` done in a thread of this process; who asks for it is to wait for it.
 
-    Not in this thread: what a signal's handler raises meanwhile, such as a timeout, is the program's, and no result.
+    Not in that one's own: what a signal's handler raises meanwhile, such as a timeout, is the program's, and no result.
     """
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             future.set_result(job())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
+    _start(work)
+    return future
+
+
+def at_once(job: Callable[[], T]) -> Future[T]:
+    """Have `job` done while this thread waits for it."""
+    future = in_thread(job)
+    future.exception()
+    return future
+
+
+def _start(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work, name="tiers-planner", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread can be had
-        work()
-    else:
-        thread.join()
-    return future
+    except RuntimeError:
+        if thread.ident is not None:  # it has started: a signal's handler raised that
+            raise
+        work()  # no thread can be had
 
 
 def _elsewhere(job: Callable[[], T], future: FromProcess[T]) -> T:

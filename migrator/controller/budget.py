@@ -44,7 +44,7 @@ class Budget:
         self._good: int | None = None  # the last correction whose plan kept to the target
         self._overflow: int | None = None  # when the budget was last cut for it
         self._highest = 0  # of the peaks under the present plans
-        self._flushes: list[bool] = []  # of these iterations the last ones, whether the allocator flushed its cache
+        self._flushes: list[bool] = []  # for the last `SURE` of these iterations, whether the allocator flushed
         self._spills = 0  # the same of those in which something was put elsewhere
         self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 

@@ -27,8 +27,8 @@ class CachedRun:
     def __init__(self, cache: PlanCache | None, target: int) -> None:
         self._cache = cache
         self._target = target
-        self._is_stored = False  # whether what there is is in that cache
-        self._unseen = False  # whether it is still to be seen that some of that can be recomputed
+        self._is_stored = False  # whether the plans in force are in the cache already
+        self._unseen = False  # whether no trial of this run has yet confirmed what the cached plans recompute
         self.forget()
 
     def forget(self) -> None:

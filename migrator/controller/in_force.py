@@ -1,4 +1,4 @@
-"""Takes over plans that were asked for from those in force, and warns where there are none. Pure."""
+"""The plans in force: replaces them when those that were asked for are ready, and warns if none could be made. Pure."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Learner:
             self._feedback.news()
             self._feedback.budget.estimate(peak)
         if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
-            return completes  # by now it can be recomputed
+            return completes  # trials allow what the cached plans recompute: actions are to be looked up anew
         return self._plan()
 
     def relink(self, links: Links) -> bool:

@@ -1,4 +1,4 @@
-"""PlanRequests plans: computed at once if that takes some milliseconds, else beside the program. Pure."""
+"""Requests plans, which are made at once if that takes some milliseconds, and else in a process beside the program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.controller.background import at_once, give_up
+from torch_tiers.migrator.controller.background import give_up, in_thread
 from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest, plan_all
 from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.model.trace import Trace
@@ -60,7 +60,9 @@ class PlanRequests:
         self._request = request, recorded
         quick = sum(len(trace.sites) for trace in request.traces if trace.times) <= AT_ONCE
         job = partial(plan_all, self._policy, request, must_fit=self._must_fit)
-        self._ordered = (at_once if quick else self._submit)(job)
+        self._ordered = (in_thread if quick else self._submit)(job)
+        if quick:
+            self._ordered.exception()  # waits; if a signal's handler raises here, the plans are taken over later
 
     def take(self) -> tuple[tuple[PlannedIteration, ...], PlanRequest, tuple[Trace, ...]] | None:
         """The plans, and what was asked for, once they are there.

@@ -345,4 +345,5 @@ class Backing:
         """Wait for the disk, and free everything that was dropped."""
         if self._disk is not None:
             self._disk.close()
-        self._reap()
+        with self._lock:
+            self._reap()

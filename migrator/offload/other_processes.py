@@ -27,11 +27,13 @@ class OtherProcesses:
     def __init__(self, dram: DramArena, later: threading.Condition) -> None:
         self._dram = dram
         self._later = later
-        self._waited = False  # which is said once
+        self._waited = False  # since the last deadline was set
+        self._said = False
         self._in_vain = False  # it was: what they hold they hold for long
 
     def deadline(self) -> float:
         """Return until when to wait from now on; 0 for not at all."""
+        self._waited = False
         return 0.0 if self._in_vain else time.monotonic() + LONGEST_WAIT
 
     def wait(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
@@ -41,8 +43,9 @@ class OtherProcesses:
         if time.monotonic() >= deadline:
             self._in_vain |= self._waited
             return False
-        if not self._waited:
-            self._waited = True
+        self._waited = True
+        if not self._said:
+            self._said = True
             log.warning("dram: other processes use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
         self._later.wait(LOOK_CLOSELY)
         return True

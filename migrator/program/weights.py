@@ -36,15 +36,19 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _tensors_in(state: object) -> Iterator[torch.Tensor]:
-    """Those in an optimizer's state: as a rule a dict for each parameter, but any object will do."""
-    left = [state]
+    """Those in an optimizer's state: as a rule a dict for each parameter. Mappings, lists and tuples are searched."""
+    left, seen = [state], set[int]()
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
             yield value
+        elif id(value) in seen:  # it may contain itself
+            continue
         elif isinstance(value, Mapping):
+            seen.add(id(value))
             left += value.values()
         elif isinstance(value, (list, tuple)):
+            seen.add(id(value))
             left += value
 
 
@@ -116,9 +120,10 @@ class Gathered:
 
 @dataclass(slots=True)
 class _Sharded:
-    """The parameters within a root that FSDP shards: the whole, which keeps its storage from being another's, and ours.
+    """The FSDP2 parameters within a root: unsharded tensors, and this rank's shards.
 
-    Not complete before each was gathered once. The older form keeps its own to itself.
+    The unsharded ones are held so that no other tensor gets the address of their storage. They are not complete before
+    each was gathered once. FSDP's older form does not show its own.
     """
 
     whole: list[torch.Tensor] = field(default_factory=list)

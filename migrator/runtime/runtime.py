@@ -32,7 +32,7 @@ from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
-from torch_tiers.migrator.runtime.savers import Savers, may_switch_on
+from torch_tiers.migrator.runtime.savers import Savers, make_way
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
@@ -141,7 +141,7 @@ class Runtime:
             self._time.ours += time.perf_counter() - began
 
     def _arm(self) -> Saver | None:
-        if not may_switch_on():
+        if not make_way():
             return None
         with self._lock:
             if self._tensors is None:
@@ -330,10 +330,14 @@ class Runtime:
 
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
-        """Return the last trace and plan."""
+        """Return the last trace and plan; of several kinds of iterations those of the one that needs most HBM."""
         learners = [mover.learner for saver in self._savers for mover in saver.movers.armed]
         last = next((learner for learner in reversed(learners) if learner.plans), None)
-        return self._learned if last is None else (replace(last.traces[-1], varies=last.varies), last.plans[-1])
+        if last is None:
+            return self._learned
+        kinds = zip(last.traces, last.plans, strict=True)
+        trace, plan = max(kinds, key=lambda kind: kind[0].saved_bytes + max(kind[0].others, default=0))
+        return replace(trace, varies=last.varies or len(last.traces) > 1), plan
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""

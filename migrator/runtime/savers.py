@@ -57,8 +57,8 @@ class Savers:
             self.thread.saver = None
 
 
-def may_switch_on() -> bool:
-    """Whether a forward that begins now in this thread could train, and nobody's hooks are in the way of ours."""
+def make_way() -> bool:
+    """Pop hooks of a stale session; return whether a forward in this thread could train, and none are in the way."""
     if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
         return False
     autograd: Any = torch._C._autograd

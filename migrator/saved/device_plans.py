@@ -35,7 +35,7 @@ class DevicePlans:
         self._engine = engine
         self._filling = filling
         self._spills = spills
-        self._stayed = True  # since there were news everything stayed, and nothing was recomputed
+        self._stayed = True  # since the allocator was last told, everything stayed and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._unchanged = 0  # iterations under the plans that there are

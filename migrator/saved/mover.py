@@ -260,7 +260,9 @@ class Mover:
             Whether no other thread trains on this device, so that iterations do not overlap.
         """
         with self.engine.lock:
-            trace = None if self.recorder is None else self._recorded(self.recorder)
+            # First, as what follows may raise: a recorder that has ended must not go on.
+            recorder, self.recorder, self.engine.meter = self.recorder, None, None
+            trace = None if recorder is None else self._recorded(recorder)
             peak = self.engine.end_iteration()
             self._begin()
             changed = self.plans.iteration_over(trace, peak, whole=whole, alone=alone, overflow=overflow, host=host)
@@ -268,7 +270,6 @@ class Mover:
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
                 changed = False  # plans that are there just now were made with what differs
-            self.recorder = self.engine.meter = None
             if self.learner.records_next:
                 self.recorder = self._new_recorder()
             records = self.recorder is not None

@@ -46,7 +46,7 @@ class Simulated:
     slowed : float
         Seconds by which compute was slower beside busy lanes.
     issuing : float
-        Seconds of the host's for the program itself, from its first save on; 0 where it has no clock of its own.
+        Seconds for which the host issues the program's own operators, from the first save on; 0 without a host clock.
     calls : float
         Seconds of the host's for what this plan moves and recomputes.
     operators : float

@@ -29,7 +29,7 @@ class Hold:
     mark : callable
         Marks a point of the present stream.
     clock : callable
-        Seconds of the host's.
+        The host's clock, in seconds.
     """
 
     def __init__(
@@ -40,24 +40,32 @@ class Hold:
         self._clock = clock
         self._seconds = LONGEST
         self._over: TimedEvent | None = None  # where the last one ends, until the device is seen to be there
-        self._began = self._used = 0.0
+        self._began = self._until = self._used = 0.0  # by the host's clock; until then it lasts at least
+        self._looked = clock()
 
     def begin(self) -> Gap:
-        """Hold the device back; from where to where of the stream."""
+        """Hold the device back; return the events at which that begins and ends on the stream."""
         start = self._mark()
         self._device.hold_up(self._seconds)
         self._over = self._mark()
         self._began, self._used = self._clock(), 0.0
+        self._until = max(self._began, self._until) + self._seconds
         return start, self._over
 
     def is_due(self, near: TimedEvent) -> bool:
-        """Return whether to hold the device back now: it has passed `near`, and is not held any more.
+        """Return whether to hold the device back now: it has passed `near`, and would be free before the next position.
 
         To be asked at every position: how long it is held depends on that.
         """
+        now, before = self._clock(), self._looked
+        self._looked = now
         if self._over is not None:
+            elapsed = now - self._began
             if not self._over.query():
-                self._used = self._clock() - self._began
-                return False
-            self._over, self._seconds = None, min(LONGEST, max(SHORTEST, 2 * self._used))
+                self._used = elapsed
+                if now + (now - before) < self._until:
+                    return False
+            # A host that comes much later than that was slow by itself: who waits comes as the hold is over.
+            used = elapsed if elapsed > 2 * self._seconds else self._used
+            self._over, self._seconds = None, min(LONGEST, max(SHORTEST, 2 * used))
         return near.query()

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import Block, assert_same, batch, main, moving, perceptron
+from tests.scenarios import Block, assert_same, batch, main, perceptron
 from tests.scenarios.parts import STEPS
-from torch_tiers.migrator.controller import background
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.policies import POLICIES
 
 Step = Callable[[int], Tensor]
 
@@ -162,23 +165,40 @@ def what_a_handler_raises_while_a_plan_is_made_reaches_the_program(device: torch
     def ring(*_: object) -> None:
         raise Timeout
 
-    def slow() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        time.sleep(1)
+    def slow(trace: Trace, budget: int, links: Links) -> Plan:
+        if not rung:
+            rung.append(True)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            time.sleep(0.5)
+        return POLICIES["keep"](trace, budget, links)
 
+    rung = list[bool]()
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+        optimizer, results, caught = torch.optim.SGD(model.parameters(), 0.1), list[Tensor](), 0
+        while len(results) < 8:
+            try:
+                loss = model(batch(device, len(results))).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                results.append(loss.detach())
+            except Timeout:  # as plans are made between two steps, the step before is over
+                caught += 1
+                results.append(loss.detach())
+        print(f"  {caught} caught")
+        timeouts.append(caught)
+        return results
+
+    timeouts = list[int]()
     before = signal.signal(signal.SIGALRM, ring)
-    caught = False
     try:
-        background.at_once(slow)
-    except Timeout:
-        caught = True
+        assert_same(program, device, moves=False, plan=slow)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert caught
-    with moving():  # and a program that goes on after one is none the worse for it
-        model = perceptron(device)
-        _train([torch.optim.SGD(model.parameters(), 0.1)], lambda i: model(batch(device, i)).square().mean())
+    assert timeouts == [0, 1]
 
 
 if __name__ == "__main__":

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch_tiers.allocator.sizes import parse_size
-from torch_tiers.cli.run_files import known_below, known_links, read_json
-from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables
+from torch_tiers.cli.run_files import trace_and_links
+from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables, size
 from torch_tiers.config_keys import RATE, nearest
-from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import LANES
 from torch_tiers.migrator.policies import MODULES
-from torch_tiers.run_directory import TRACE
 
 
 class PlanVerb:
@@ -34,13 +31,13 @@ class PlanVerb:
         parser.add_argument(
             "--budget",
             required=True,
-            type=_size,
+            type=size,
             metavar="SIZE",
             help="the most HBM the program may allocate, such as 24GiB (a run plans for 95 or 98%% of TIERS_HBM)",
         )
         parser.add_argument(
             "--dram",
-            type=_size,
+            type=size,
             metavar="SIZE",
             help="what dram holds, beside nvme.capacity (default: dram.capacity; where that is unset, all that moves)",
         )
@@ -75,11 +72,7 @@ class PlanVerb:
 
         if args.plot:
             check(args.plot, force=args.force)
-        file = args.trace if args.trace.suffix in (".json", ".gz") else args.trace / TRACE
-        trace = read_json(file, trace_json.read)
-        below, dram = known_below(args.dram)
-        has_disk = below is not None and dram is not None and below > dram
-        links = known_links(args.links, disk=has_disk, below=below, dram=dram)
+        trace, links, below = trace_and_links(args.trace, args.links, args.dram)
         outcomes = compare(trace, args.budget, links, args.policy, below)
         lines = list(explain(trace, links, outcomes, args.explain)) if args.explain else []
         if args.json:
@@ -93,13 +86,6 @@ class PlanVerb:
         if args.plot:
             plot.draw(trace, args.budget, outcomes, args.plot)
         return 0 if any(outcome.fits(args.budget) for outcome in found) else FAILED
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _policies(text: str) -> tuple[str, ...]:

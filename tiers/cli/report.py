@@ -59,7 +59,8 @@ class ReportVerb:
             print_tables([*render(stats), *account])
             return 0
         print_tables([*answer.render(account.answer), *render(stats), *why.render(account.why)])
-        print_tables([f"what other budgets would do: tiers suggest {path.parent}"])
+        if account.answer.needs is not None and account.why.result.ideal:
+            print_tables([f"what other budgets would do: tiers suggest {path.parent}"])
         return 0
 
 
@@ -137,7 +138,7 @@ def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
     ) as error:  # of a trace of another version, or of a configuration, of which stats need nothing
         return [f"no account of the plan: {error}"]
     account = why.why(trace, plan, links, stats)
-    return Account(answer.answer(trace, links, stats, account), account)
+    return Account(answer.answer_of(trace, links, stats, account), account)
 
 
 def _step(step: dict[str, Any]) -> str:

@@ -12,7 +12,10 @@ from typing import TypeVar
 from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.cli.verb import CliError
 from torch_tiers.config import load
+from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import LANES, Links, links_from
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.run_directory import TRACE
 
 MOST_UNPACKED = 256 * MiB
 """Bytes of a file, unpacked: those of the longest iteration that is recorded are a fifth of that."""
@@ -83,6 +86,14 @@ def known_links(
     if direct is None:
         direct = has["gds_write"]
     return links_from(rates, disk=disk or direct or has["disk_write"], direct=direct, below=below, dram=dram)
+
+
+def trace_and_links(path: Path, rates: Mapping[str, float], dram: int | None) -> tuple[Trace, Links, int | None]:
+    """A trace, or that of a run directory; the links, as far as `rates` gives them; bytes below HBM, if known."""
+    trace = read_json(path if path.suffix in (".json", ".gz") else path / TRACE, trace_json.read)
+    below, dram = known_below(dram)
+    has_disk = below is not None and dram is not None and below > dram
+    return trace, known_links(rates, disk=has_disk, below=below, dram=dram), below
 
 
 def known_below(dram: int | None) -> tuple[int | None, int | None]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch_tiers.allocator.sizes import parse_size
-from torch_tiers.cli.run_files import known_below, known_links, read_json
-from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables
-from torch_tiers.migrator.model import trace_json
-from torch_tiers.migrator.model.plan import LAYOUTS
+from torch_tiers.cli.run_files import read_json, trace_and_links
+from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables, size
+from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
 from torch_tiers.migrator.policies import MODULES
-from torch_tiers.run_directory import TRACE
+from torch_tiers.planning.stats import stats_from_json
+from torch_tiers.run_directory import STATS
 
 
 class SuggestVerb:
@@ -29,29 +28,31 @@ class SuggestVerb:
         )
         parser.add_argument("--policy", default="auto", choices=tuple(MODULES), help="the policy (default: auto)")
         parser.add_argument(
-            "--dram",
-            type=parse_size,
-            metavar="SIZE",
-            help="what dram holds (default: dram.capacity; else all that moves)",
+            "--dram", type=size, metavar="SIZE", help="what dram holds (default: dram.capacity; else all that moves)"
         )
 
     def run(self, args: argparse.Namespace) -> int:
         """Plan for several budgets and print what they come to."""
         from torch_tiers.planning.suggest import best, needs, offers, render, to_json
 
-        file = args.trace if args.trace.suffix in (".json", ".gz") else args.trace / TRACE
-        trace = read_json(file, trace_json.read)
+        trace, links, below = trace_and_links(args.trace, {}, args.dram)
         if not (trace.times and trace.others):
             raise CliError(
-                f"{file} has no times, or does not tell what else lies in hbm: record it on a GPU or a CPU anew"
+                f"{args.trace}: the trace has no times, or does not tell what else lies in hbm: record it anew"
             )
-        below, dram = known_below(args.dram)
-        has_disk = below is not None and dram is not None and below > dram
-        links = known_links({}, disk=has_disk, below=below, dram=dram)
+        allocator = _allocator(args.trace)
         needed = needs(trace, links)
-        made = offers(trace, links, args.policy, free=LAYOUTS, below=below)
+        free = FRAGMENTS if allocator == "torch" else LAYOUTS
+        made = offers(trace, needed, links, args.policy, free=free, below=below)
         if args.json:
             print_json(to_json(needed, made))
         else:
-            print_tables(render(trace, needed, made))
+            print_tables(render(trace, needed, made, allocator))
         return FAILED if best(made) is None else 0
+
+
+def _allocator(directory: Path) -> str:
+    """The allocator of the run that left the trace; ours where that is not known."""
+    if not (directory / STATS).is_file():
+        return "pages"
+    return str(read_json(directory / STATS, stats_from_json)["allocator"])

@@ -16,6 +16,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import parse_size
 from torch_tiers.printable import printable
 
 BAD_INPUT = 2
@@ -59,6 +60,14 @@ def positive_seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+def size(text: str) -> int:
+    """The type of an argument that is a number of bytes, such as ``24GiB``."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def print_json(data: object) -> None:

@@ -1,4 +1,4 @@
-"""The answer at one look: what a program needs, what it ran in, and how much slower that made it."""
+"""The answer at one look: what a program needs, what it ran in, and how much longer its iterations took for that."""
 
 from __future__ import annotations
 
@@ -19,31 +19,51 @@ class Answer:
 
     Attributes
     ----------
-    needs, ran_in, budget : int
-        Bytes of HBM: with everything kept there, at the peak of the run, and the budget.
-    slower : float or None
-        The part by which an iteration is longer than with all the HBM that it needs; None where nothing is predicted.
-    error : float or None
-        By how much more was predicted than measured, as a part of that; None where nothing was measured.
+    needs : int or None
+        Bytes of HBM that an iteration is predicted to need with everything kept; None if that is not known.
+    ran_in, budget : int
+        The peak of the whole run, and the budget, in bytes.
+    ideal, predicted : float or None
+        Seconds that an iteration is predicted to take with all that memory, and under the plan.
+    measured : float or None
+        Seconds that it took, in the median.
+    varies : bool
+        Iterations differ from step to step, so nothing is predicted of one.
     """
 
-    needs: int
+    needs: int | None
     ran_in: int
     budget: int
-    slower: float | None
-    error: float | None
+    ideal: float | None
+    predicted: float | None
+    measured: float | None
+    varies: bool
+
+    @property
+    def times_as_long(self) -> float | None:
+        """How many times as long an iteration takes as with all the HBM that it needs.
+
+        As measured; but where much less was measured than predicted, the ideal is too long as well, and the
+        prediction counts alone.
+        """
+        if not self.ideal or not self.predicted:
+            return None
+        overstated = self.measured is None or self.predicted > LATE * self.measured
+        return max(1.0, (self.predicted if overstated or self.measured is None else self.measured) / self.ideal)
 
 
-def answer(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> Answer:
+def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> Answer:
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
-    result, measured = why.result, why.measured
-    slower = error = None
-    if result.ideal and not why.varies:
-        error = result.seconds / measured - 1 if measured else None
-        # Of what was recorded too long the ideal is too long as well.
-        overstated = error is None or error > LATE - 1
-        slower = max(0.0, (result.seconds if overstated or not measured else measured) / result.ideal - 1)
-    return Answer(needs(trace, links), stats["peak"]["hbm"], stats["budget"]["hbm"], slower, error)
+    known = bool(why.result.ideal) and not why.varies
+    return Answer(
+        needs(trace, links) if trace.others else None,
+        stats["peak"]["hbm"],
+        stats["budget"]["hbm"],
+        why.result.ideal if known else None,
+        why.result.seconds if known else None,
+        why.measured or None,
+        why.varies,
+    )
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -52,26 +72,43 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "needs": answer.needs,
         "ran_in": answer.ran_in,
         "budget": answer.budget,
-        "slower": answer.slower,
-        "prediction_error": answer.error,
+        "times_as_long": answer.times_as_long,
+        "ideal_s": answer.ideal,
+        "predicted_s": answer.predicted,
+        "measured_s": answer.measured,
     }
 
 
 def render(answer: Answer) -> Iterator[str]:
     """The answer in sentences."""
-    share = f", {answer.ran_in / answer.needs:.0%} of that" if answer.needs else ""
-    yield (
-        f"the program needs {format_size(answer.needs)} of hbm; it ran in {format_size(answer.ran_in)}{share} "
-        f"(budget {format_size(answer.budget)})"
-    )
-    if answer.slower is None:
-        yield "how much slower that is cannot be told: sizes change from step to step, or nothing was timed"
-        return
-    how = "as fast as" if answer.slower < 0.005 else f"{answer.slower:.0%} slower than"
-    text = f"it is {how} with all of that memory"
-    if answer.error is None:
-        yield f"{text}, as is predicted"
-    elif answer.error > LATE - 1:
-        yield f"{text}, as is predicted; iterations took {1 / (1 + answer.error):.2f} times what was predicted for them"
+    ran = f"the budget was {format_size(answer.budget)}, and the peak of the whole run {format_size(answer.ran_in)}"
+    if answer.needs is None:
+        yield ran
     else:
-        yield f"{text}, whose iteration is predicted; for this one the prediction was off by {abs(answer.error):.0%}"
+        yield f"with everything kept an iteration is predicted to need {format_size(answer.needs)} of hbm; {ran}"
+    times, predicted, measured = answer.times_as_long, answer.predicted, answer.measured
+    if answer.varies:
+        yield "what the budget costs cannot be told: iterations differ from step to step"
+    elif times is None or not predicted or not answer.ideal:
+        yield "what the budget costs cannot be told: nothing was timed"
+    elif measured is None:
+        yield f"an iteration is predicted to take {times:.2f} times as long as with all of that memory"
+    elif predicted > LATE * measured:
+        yield (
+            f"an iteration is predicted to take {times:.2f} times as long as with all of that memory; all times are "
+            f"overstated, as iterations took {measured / predicted:.2f} times what was predicted"
+        )
+    elif measured > LATE * predicted:
+        yield (
+            f"an iteration takes {times:.2f} times as long as is predicted with all of that memory; the plan explains "
+            f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told below"
+        )
+    else:
+        yield (
+            f"an iteration takes {times:.2f} times as long as is predicted with all of that memory ({_ms(measured)}; "
+            f"predicted were {_ms(predicted)})"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 
-from torch_tiers.allocator.sizes import MiB, format_size
+from torch_tiers.allocator.sizes import MiB, format_at_least, format_size, round_up
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
@@ -18,10 +18,10 @@ from torch_tiers.migrator.simulator import simulate
 from torch_tiers.planning.compare import Candidate, Refused, compare
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-"""Budgets that are tried, of what the program needs."""
+"""What plans may fill, as shares of what the program needs."""
 
 FAST = 0.95
-"""Of the best of these speeds: the smallest budget at which the program has so much is suggested."""
+"""Of the best of these speeds: the smallest budget with as much is suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +30,62 @@ class Offer:
 
     Attributes
     ----------
-    budget : int
-        What TIERS_HBM is to be, in bytes.
+    budget, planned : int
+        Bytes that TIERS_HBM is to be, and those of them that plans may fill.
     share : float
-        Of what the program needs.
+        `planned` as a share of what the program needs.
     outcome : Candidate or Refused
-        The plan for what a run leaves for its plans, or why there is none.
+        The plan, or why there is none.
     """
 
     budget: int
+    planned: int
     share: float
     outcome: Candidate | Refused
 
     @property
     def speed(self) -> float:
         """The fraction of the ideal speed; 0 where the program does not fit."""
-        if isinstance(self.outcome, Refused) or not self.outcome.fits(self.budget):
+        if isinstance(self.outcome, Refused) or not self.outcome.fits(self.planned):
             return 0.0
         return self.outcome.result.fraction
 
+    @property
+    def why_not(self) -> str | None:
+        """Why the program does not fit; None if it does."""
+        if isinstance(self.outcome, Refused):
+            return self.outcome.text
+        if not self.outcome.fits_below:
+            return f"{format_size(self.outcome.plan.stored_bytes)} are to be offloaded: raise TIERS_DRAM"
+        return None if self.speed else f"the plan fills {format_size(self.outcome.result.peak['hbm'])} of hbm"
+
 
 def needs(trace: Trace, links: Links) -> int:
-    """Return the bytes of HBM that the program needs if everything stays there."""
+    """Return the bytes of HBM that an iteration needs if everything stays there."""
     return simulate(trace, links, POLICIES["keep"](trace, trace.saved_bytes, links)).peak["hbm"]
 
 
-def offers(trace: Trace, links: Links, policy: str, *, free: float, below: int | None = None) -> list[Offer]:
-    """Plan for several budgets, the largest first.
+def offers(
+    trace: Trace, needed: int, links: Links, policy: str, *, free: float, below: int | None = None
+) -> list[Offer]:
+    """Plan for several budgets, the largest first, up to the first in which the program does not fit.
 
     Parameters
     ----------
+    needed : int
+        See `needs`.
     free : float
         The part of a budget that a run leaves free: TIERS_HBM is larger than what plans fill.
     below : int or None
         Bytes that the tiers below HBM hold, if that is known.
     """
-    needed = needs(trace, links)
-    made = []
+    made = list[Offer]()
     for share in SHARES:
         planned = int(share * needed)
         (outcome,) = compare(trace, planned, links, (policy,), below).values()
-        budget = -(-int(planned / (1 - free)) // MiB) * MiB  # rounded up: it is to be typed
-        made.append(Offer(budget, share, outcome))
+        made.append(Offer(round_up(int(planned / (1 - free)), MiB), planned, share, outcome))  # it is to be typed
+        if not made[-1].speed:
+            break
     return made
 
 
@@ -90,9 +104,10 @@ def to_json(needed: int, made: Sequence[Offer]) -> dict[str, Any]:
         "offers": [
             {
                 "budget": offer.budget,
+                "planned": offer.planned,
                 "share": offer.share,
                 "fraction_of_ideal": offer.speed,
-                "why_not": offer.outcome.text if isinstance(offer.outcome, Refused) else None,
+                "why_not": offer.why_not,
             }
             for offer in made
         ],
@@ -100,15 +115,15 @@ def to_json(needed: int, made: Sequence[Offer]) -> dict[str, Any]:
     }
 
 
-def render(trace: Trace, needed: int, made: Sequence[Offer]) -> Iterator[RenderableType]:
-    """The curve as a table, and the command to copy."""
-    yield f"the program needs {format_size(needed)} of hbm to keep everything there"
+def render(trace: Trace, needed: int, made: Sequence[Offer], allocator: str) -> Iterator[RenderableType]:
+    """The curve as a table, and the command to copy, with that TIERS_ALLOCATOR."""
+    yield f"with everything kept there an iteration is predicted to need {format_at_least(needed)} of hbm"
     if trace.varies:
-        yield "sizes change from step to step: this is for the largest iteration recorded, and speeds are uncertain"
+        yield "iterations differ from step to step: this is for the largest one recorded, and speeds are uncertain"
     suggested = best(made)
-    table = Table("TIERS_HBM", "of its need", "speed", "moved", "recomputed", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table("TIERS_HBM", "plan fills", "speed", "moved", "recomputed", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for offer in made:
-        row = [format_size(offer.budget), f"{offer.share:.0%}"]
+        row = [format_size(offer.budget), f"{offer.share:.0%} of need"]
         if isinstance(offer.outcome, Candidate) and offer.speed:
             plan = offer.outcome.plan
             row += [f"{offer.speed:.3f}", format_size(plan.moved_bytes) if plan.moved_bytes else ""]
@@ -116,15 +131,12 @@ def render(trace: Trace, needed: int, made: Sequence[Offer]) -> Iterator[Rendera
         else:
             row += ["does not fit", "", "", ""]
         table.add_row(*row)
-        if not offer.speed:
-            break  # nor does it fit in less
     yield table
-    yield "speeds are predicted, as fractions of the speed with all of that memory"
-    refused = next((offer.outcome for offer in made if isinstance(offer.outcome, Refused)), None)
-    if refused is not None:
-        yield refused.text
+    yield "speeds are predicted, as fractions of the ideal; a run leaves a part of TIERS_HBM free"
+    if made and made[-1].why_not is not None:
+        yield f"{format_size(made[-1].budget)} is too small: {made[-1].why_not}"
     if suggested is None:
-        yield "none of these budgets is enough: make the batch smaller, or raise TIERS_DRAM"
+        yield "none of these budgets is enough: make the batch smaller"
         return
-    yield f"suggested: the smallest that costs at most {1 - FAST:.0%} of the best speed here"
-    yield f"TIERS_ALLOCATOR=pages TIERS_HBM={suggested.budget // MiB}MiB python YOUR_PROGRAM"
+    yield f"suggested: the smallest of these with at least {FAST:.0%} of the best speed"
+    yield f"TIERS_ALLOCATOR={allocator} TIERS_HBM={suggested.budget // MiB}MiB python YOUR_PROGRAM"

@@ -21,8 +21,8 @@ struct Stops {
   std::unordered_set<const c10::StorageImpl *> refilled;
 };
 
-// A stop as it is the same in every record: so many operators before the one that made the newest target, which of
-// that operator's outputs.
+// How many operators before the one that made the newest target, and which of its outputs: this names a stop in the
+// same way in every record.
 using Relative = std::pair<uint32_t, uint32_t>;
 
 struct Leaf {

@@ -52,9 +52,10 @@ bool stays(PyObject *packed) {
   return checked(PyObject_GetAttrString(PyTuple_GET_ITEM(packed, 3), "known")).get() == Py_None;
 }
 
-// Whether what is packed of it may not have all of its storage's bytes as they are now: where it moves, that is not all
-// of them (see `reach` of `saved/native/storages.h`), or the rest may be written without a change of its version, as
-// that of parts by `unsafe_chunk`, each of which has a counter of its own: the CPU's GRU writes one after the other.
+// Whether what is packed of this tensor may not hold all bytes of its storage. Two cases: it is offloaded, and only a
+// part of the storage moves (`reach` in `saved/native/storages.h`); or it is one of several tensors on the storage that
+// have version counters of their own (`unsafe_chunk`, as in the CPU's GRU), and a write to the others does not change
+// its version.
 bool is_part(const at::Tensor &tensor) {
   const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
   if (!storage || tensor.layout() != c10::kStrided) return true;
@@ -149,10 +150,10 @@ PyObject *forget(PyObject *, PyObject *of) {
   });
 }
 
-// find(packs, tensor, settings, is_fixed): what makes all of a tensor's storage again. Its signature, what was packed
-// of what it takes, the sites of that, the number of its last call, whether a
-// leaf is refilled, and the closure; None if there is none that is as
-// PyTorch's `settings` were. `is_fixed`: whether nobody but operators writes a storage of the host's, by its address.
+// find(packs, tensor, settings, is_fixed): what makes all of a tensor's storage again. Returns its signature, the
+// packed inputs, their sites, the number of the last call, whether a leaf is refilled, and the closure; None if there
+// is none under these `settings` of PyTorch's. `is_fixed`: whether nobody but operators writes a storage of the host's,
+// by its address.
 PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 4, "find(packs, tensor, settings, is_fixed)");

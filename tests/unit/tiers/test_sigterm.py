@@ -65,7 +65,9 @@ def test_a_session_that_another_thread_has_closed_does_nothing_more(monkeypatch:
 
 
 def test_a_signal_in_the_middle_of_what_the_handler_asks_for_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    inside = "from torch_tiers.migrator.runtime import entry\nsignal.alarm(30)\nwith entry._active._savers._listing:\n    "
+    inside = (
+        "from torch_tiers.migrator.runtime import entry\nsignal.alarm(30)\nwith entry._active._savers._listing:\n    "
+    )
     done = tiered(START + "import signal\nstep(0)\n" + inside + END.split("\n")[1], TIERS_RUN=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
     assert stats_of(tmp_path)["steps"] == 1

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.modelled import gpt
+from tests.unit.tiers.test_cli import STATS
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.cli.main import main
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import LAYOUTS
+from torch_tiers.planning.compare import Candidate
 from torch_tiers.planning.suggest import FAST, Offer, best, needs, offers
 
 MODEL = gpt(blocks=6)
@@ -21,7 +23,7 @@ MODEL = gpt(blocks=6)
 
 @pytest.fixture(scope="module")
 def made() -> list[Offer]:
-    return offers(MODEL, PCIE_GEN5, "auto", free=LAYOUTS)
+    return offers(MODEL, needs(MODEL, PCIE_GEN5), PCIE_GEN5, "auto", free=LAYOUTS)
 
 
 def test_with_all_that_it_needs_a_program_is_at_full_speed(made: list[Offer]) -> None:
@@ -35,9 +37,10 @@ def test_less_memory_never_makes_it_faster(made: list[Offer]) -> None:
 
 
 def test_a_run_of_that_budget_has_as_much_for_its_plans(made: list[Offer]) -> None:
-    needed = needs(MODEL, PCIE_GEN5)
     for offer in made:
-        assert offer.budget * (1 - LAYOUTS) >= offer.share * needed
+        assert offer.budget * (1 - LAYOUTS) >= offer.planned
+        if isinstance(offer.outcome, Candidate) and offer.speed:
+            assert offer.outcome.result.peak["hbm"] <= offer.planned
 
 
 def test_the_smallest_budget_is_suggested_that_costs_little(made: list[Offer]) -> None:
@@ -65,6 +68,14 @@ def test_the_table_ends_with_the_first_budget_that_is_too_small(
     told = json.loads(_json(tmp_path, capsys))
     assert f"TIERS_HBM={told['suggested'] // 2**20}MiB" in command
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_command_is_for_the_allocator_that_the_run_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours needs a GPU."""
+    (tmp_path / "trace.json").write_text(trace_json.write(MODEL))
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    assert main(["suggest", str(tmp_path)]) == 0
+    assert "TIERS_ALLOCATOR=torch" in capsys.readouterr().out
 
 
 def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
