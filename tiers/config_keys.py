@@ -115,11 +115,15 @@ def _flag(raw: object) -> bool:
     raise ValueError("not a flag")
 
 
-def _rate(raw: object) -> float:
+SLOWEST = 1e6  # bytes per second: a smaller number was meant to be GB/s
+
+
+def bytes_a_second(raw: object) -> float:
+    """Read a bandwidth; ValueError or TypeError if it is none."""
     if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
         raise TypeError("not a number")
     rate = float(raw)
-    if not (rate > 0 and math.isfinite(rate)):
+    if not (rate >= SLOWEST and math.isfinite(rate)):
         raise ValueError("not a rate")
     return rate
 
@@ -154,7 +158,7 @@ def _one_of(choices: tuple[str, ...]) -> Parser:
 SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative', likely=likely_size)
 SIZE_OR_ALL = Parser(_size_or_all, f'{SIZE.accepts}, or "all"', likely=likely_size)
 FLAG = Parser(_flag, "true or false (in the environment also 1 or 0)")
-RATE = Parser(_rate, "a number of bytes per second above 0")
+RATE = Parser(bytes_a_second, "bytes per second, at least 1e6: 55e9 for 55 GB/s")
 PATH = Parser(_path, "a path")
 PATHS = Parser(_paths, f"directories: a list, or one text with {os.pathsep!r} between them")
 

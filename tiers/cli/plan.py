@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch_tiers.cli.run_files import trace_and_links
 from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables, size
-from torch_tiers.config_keys import RATE, nearest
+from torch_tiers.config_keys import RATE, bytes_a_second, nearest
 from torch_tiers.migrator.model.links import LANES
 from torch_tiers.migrator.policies import MODULES
 
@@ -103,9 +103,7 @@ def _links(text: str) -> dict[str, float]:
         if lane.strip() not in LANES:
             raise argparse.ArgumentTypeError(f"{lane.strip()!r} is none of {', '.join(LANES)}")
         try:
-            rates[lane.strip()] = float(rate)
+            rates[lane.strip()] = bytes_a_second(rate)
         except ValueError:
-            rates[lane.strip()] = 0.0
-        if not 0 < rates[lane.strip()] < float("inf"):
-            raise argparse.ArgumentTypeError(f"{part.strip()!r}: {RATE.accepts}")
+            raise argparse.ArgumentTypeError(f"{part.strip()!r}: {RATE.accepts}") from None
     return rates
