@@ -254,7 +254,21 @@ def parts_with_counters_of_their_own_are_not_taken_for_the_whole(device: torch.d
         torch.manual_seed(0)
         return train(nn.Sequential(make(), make()).to(device), device, steps=6)
 
-    for make in (Gates, partial(Cell, 128, 128), partial(Layer, 128, 128)):
+    class Halves(nn.Module):
+        """Of the first half a view is saved, which shares its version with the whole; the second half's is another."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            exp, rows = y.exp(), y.shape[0] // 2
+            first, scale = y[:rows].sin(), (exp * 2).sigmoid()
+            second = y.unsafe_chunk(2)[1].sigmoid_()
+            return torch.cat([first, second]).tanh() * scale
+
+    for make in (Gates, Halves, partial(Cell, 128, 128), partial(Layer, 128, 128)):
         assert_same(partial(program, make), device, moves=False, **REMADE)
         assert_same(partial(program, make), device, moves=False, policy="superneurons", room=MiB)
 

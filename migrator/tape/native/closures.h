@@ -258,14 +258,20 @@ Buffer buffer_of(const Leaf &leaf, PyObject *given) {
   return buffer_of(leaf, tensor_of(PyTuple_GET_ITEM(given, 0)), uint64_t(integer_of(PyTuple_GET_ITEM(given, 1))));
 }
 
+// A leaf as it was before somebody wrote it, if that was copied.
+std::optional<Buffer> copy_of(const Closure &of, size_t index) {
+  if (!of.copies) return std::nullopt;
+  const Leaf &leaf = of.leaves[index];
+  std::lock_guard lock(of.copies->mutex);
+  const auto copy = of.copies->of.find(index);
+  if (copy == of.copies->of.end() || copy->second.nbytes() != leaf.nbytes) return std::nullopt;
+  return Buffer{copy->second, 0, leaf.nbytes};
+}
+
 // What it has of a leaf itself.
 Buffer own_buffer_of(const Closure &of, size_t index) {
   const Leaf &leaf = of.leaves[index];
-  if (of.copies) {
-    std::lock_guard lock(of.copies->mutex);
-    const auto copy = of.copies->of.find(index);
-    if (copy != of.copies->of.end() && copy->second.nbytes() == leaf.nbytes) return {copy->second, 0, leaf.nbytes};
-  }
+  if (auto copy = copy_of(of, index)) return *copy;
   if (!leaf.constant.empty()) return buffer_of(leaf.constant);
   if (!leaf.storage) throw Differs("what it is made of was released");
   if (leaf.storage->nbytes() != leaf.nbytes) throw Differs("what it is made of has another size");

@@ -23,6 +23,9 @@ struct Pack {
   Object ref, rest;    // a weak reference; of what stays, to the first of a tuple, of which this is the rest
   uint64_t first = 0;  // the byte of the storage at which the tensor begins
   Object key;          // the site
+  // Whether the tensor is a view of a part: nobody says of the rest that it stays as it is, and who writes that by way
+  // of `unsafe_chunk` or `set_` changes no version of this one's.
+  bool is_view_of_part = false;
 
   // What was weakly held of it; null if the graph has released that.
   Object held() const {
@@ -132,6 +135,7 @@ PyObject *note(PyObject *, PyObject *const *args, Py_ssize_t count) {
     pack.rest = is_kept ? checked(PyTuple_GetSlice(args[2], 1, PyTuple_GET_SIZE(args[2]))) : nullptr;
     pack.first = uint64_t(tensor.storage_offset()) * tensor.itemsize();
     pack.key = borrowed(args[3]);
+    pack.is_view_of_part = tensor.nbytes() != storage_of(tensor)->nbytes();
     return none();
   });
 }
@@ -186,6 +190,10 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
         // Else the graph has it, and changed it is an error there.
         rescued[index] = is_own && !packed && !leaf.refilled;
         continue;
+      }
+      if (pack->is_view_of_part) {
+        if (leaf.not_on._unsafe_get_target()) return none();  // it has been written since
+        rescued[index] = true;
       }
       leaf.storage.reset();
       closure.places[index] = {int32_t(inputs.size()), pack->first};
@@ -252,6 +260,7 @@ PyObject *make_again(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return rerun(of, std::nullopt, [&](size_t index) {
       const auto &[input, first] = of.places.at(index);
       if (input < 0) return own_buffer_of(of, index);
+      if (auto copy = copy_of(of, index)) return *copy;
       TORCH_CHECK(input < PySequence_Fast_GET_SIZE(values.get()), "fewer values than it takes");
       return buffer_of(of.leaves[index], tensor_of(PySequence_Fast_GET_ITEM(values.get(), input)), first);
     });
