@@ -69,7 +69,7 @@ def test_a_table_is_printed_without_a_directory(capsys: pytest.CaptureFixture[st
 def test_a_mistake_is_one_line_before_anything_is_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("tiers.toml").write_text("[links]\nd2h = 1.0\n")
+    Path("tiers.toml").write_text("[links]\nd2h = 1e9\n")
     assert main(["probe", *words]) == 2
     err = capsys.readouterr().err
     assert said in err

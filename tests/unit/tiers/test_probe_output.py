@@ -175,9 +175,9 @@ def test_measured_values_are_overwritten_by_force_only(tmp_path: Path) -> None:
 
 def test_other_links_need_no_force_and_stay(tmp_path: Path) -> None:
     file = tmp_path / "tiers.toml"
-    file.write_text("[links]\nd2h = 1.0\n")
-    assert write_links(file, LinksConfig(h2d=2.0), force=False) == ["h2d"]
-    assert load(environ={}, cwd=tmp_path).config.links == LinksConfig(d2h=1.0, h2d=2.0)
+    file.write_text("[links]\nd2h = 1e9\n")
+    assert write_links(file, LinksConfig(h2d=2e9), force=False) == ["h2d"]
+    assert load(environ={}, cwd=tmp_path).config.links == LinksConfig(d2h=1e9, h2d=2e9)
 
 
 @pytest.mark.parametrize("text", ["links = 3\n", "[links\n"])
