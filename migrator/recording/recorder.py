@@ -105,10 +105,10 @@ class Recorder:
         self._position += 1
         return self._position - 1
 
-    def arrive(self) -> None:
-        """Stop counting host time as the program's: a hook has begun."""
+    def arrive(self, *, outside: bool = False) -> None:
+        """Stop counting host time as the program's: a hook has begun, perhaps `outside` of positions."""
         if self._meter is not None:
-            self._meter.arrive()
+            self._meter.arrive(outside=outside)
 
     def depart(self) -> None:
         """Count host time as the program's again; nothing was recorded meanwhile."""

@@ -57,8 +57,11 @@ class Movers:
         return any(mover.engine.compute.capturing() for mover in self.armed)
 
     def begin_iteration(self) -> None:
-        """Record the iteration that begins if any mover does."""
-        self._place.recording = bool(self._recorders)
+        """Record the iteration that begins if any mover does; the program goes on."""
+        recorders = self._recorders
+        self._place.recording = bool(recorders)
+        for recorder in recorders:
+            recorder.depart()
 
     def backward_came(self) -> None:
         """Take note that an iteration is over whose backward has begun."""
@@ -102,15 +105,15 @@ class Movers:
                     stack.enter_context(mover.recorder.untracked())
             yield
 
-    def arrive(self) -> None:
-        """Stop counting host time as the program's: a hook has begun."""
+    def arrive(self, *, outside: bool = False) -> None:
+        """Stop counting host time as the program's: a hook has begun, perhaps `outside` of positions."""
         for recorder in self._recorders:
-            recorder.arrive()
+            recorder.arrive(outside=outside)
 
     @contextmanager
     def between(self) -> Iterator[None]:
         """Do work in this scope whose host time is not the program's, and which is not recorded."""
-        self.arrive()
+        self.arrive(outside=True)
         try:
             yield
         finally:

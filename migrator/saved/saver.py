@@ -269,7 +269,7 @@ class Saver(OnStack):
         if self._forks != _forks:
             return in_a_fork(packed)
         if self.place.recording:
-            self.movers.arrive()
+            self.movers.arrive(outside=not self.place.in_backward)
         if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:

@@ -152,8 +152,8 @@ class Meter(Protocol):
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
-    def arrive(self) -> None:
-        """Stop counting host time as the program's: a hook has begun."""
+    def arrive(self, *, outside: bool = ...) -> None:
+        """Stop counting host time as the program's: a hook has begun, perhaps `outside` of positions."""
 
     def depart(self) -> None:
         """Count host time as the program's again; `resume` does so, too."""

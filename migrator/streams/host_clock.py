@@ -55,6 +55,22 @@ class HostClock:
         self._stretches.append(_Stretch(self._own, self._delay, self._began, self._ended, self._behind))
         self._own, self._delay, self._behind = 0.0, 0.0, behind
 
+    def busy(self, device: Sequence[float], when: Callable[[TimedEvent], float]) -> tuple[float, ...]:
+        """The device's seconds in each stretch, without those in which the host waited for memory, and it for the host.
+
+        The device is done with what it had as the stretch began, and waits. What it was given in that stretch before,
+        it does meanwhile: that is little, and left out as well.
+
+        Parameters
+        ----------
+        device, when
+            See `clocks`.
+        """
+        return tuple(
+            max(0.0, busy - max(0.0, stretch.delay - max(0.0, when(stretch.behind) - stretch.began)))
+            for stretch, busy in zip(self._stretches, device, strict=True)
+        )
+
     def clocks(
         self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
     ) -> tuple[tuple[float, ...], frozenset[int]]:

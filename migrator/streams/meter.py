@@ -21,6 +21,7 @@ from torch_tiers.migrator.streams.hold import Hold
 from torch_tiers.migrator.streams.host_clock import HostClock
 
 NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
+LONG = 5e-4  # seconds of our own work, in which a device that is held back for less has nothing to do
 
 
 class Host(Protocol):
@@ -71,7 +72,7 @@ class HostMeter:
         self._times.append(self.mark() - self._begin)
         self._others.append(self._compute.static)
 
-    def arrive(self) -> None:
+    def arrive(self, *, outside: bool = False) -> None:
         """There is one clock."""
 
     def depart(self) -> None:
@@ -129,6 +130,7 @@ class CudaMeter:
         self._host = HostClock(self._begin, compute.delayed)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
+        self._work: tuple[TimedEvent, float] | None = self._begin, time.perf_counter()  # ours, under way since then
         self._highest = 0  # bytes in use, since the last tick or part
         self._parted = 0  # the most that were not saved, of the parts since the last tick
         compute.waited = self._left_out
@@ -144,10 +146,11 @@ class CudaMeter:
 
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
-        self.arrive()
+        self._host.arrive()
         # Into a graph that is being captured no event of ours may go.
         capturing = self._compute.capturing()
         tick = self._ticks[-1] if capturing and self._ticks else self.mark()
+        self._work_over(tick)
         self._ticks.append(tick)
         self._others.append(self._stretch(resident))
         if self._operators is not None:
@@ -157,15 +160,27 @@ class CudaMeter:
             self._left_out.append(gap)
             tick = gap[1]
         self._host.stretch_over(tick)
-        self.depart()  # at the latest: who departs once more has the program go on from then
+        self._host.depart()  # at the latest: who departs once more has the program go on from then
+        self._work = None if capturing else (tick, time.perf_counter())
 
-    def arrive(self) -> None:
-        """Stop counting host time as the program's, until `depart`: a hook has begun."""
+    def arrive(self, *, outside: bool = False) -> None:
+        """Stop counting host time as the program's, until `depart`: a hook has begun.
+
+        One that begins `outside` of positions may last: what the device waits for it is left out, as it is after one.
+        """
         self._host.arrive()
+        self._work = (self.mark(), time.perf_counter()) if outside and not self._compute.capturing() else None
 
     def depart(self) -> None:
         """Count host time as the program's again."""
+        self._work_over()
         self._host.depart()
+
+    def _work_over(self, at: TimedEvent | None = None) -> None:
+        """Our own work ends, at a point that is marked already: nothing of the program's is between."""
+        work, self._work = self._work, None
+        if work is not None and time.perf_counter() - work[1] > LONG and not self._compute.capturing():
+            self._left_out.append((work[0], self.mark() if at is None else at))
 
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then.
@@ -207,7 +222,7 @@ class CudaMeter:
     @contextmanager
     def untracked(self) -> Iterator[None]:
         """Do work in this scope that is not measured as the program's."""
-        self.arrive()
+        self._host.arrive()
         self._highest = max(self._highest, self._compute.take_peak())
         start = self.mark()
         try:
@@ -216,7 +231,7 @@ class CudaMeter:
         finally:
             self._left_out.append((start, self.mark()))
             self._compute.take_peak()
-            self.depart()
+            self._host.depart()
 
     def most(self) -> int:
         """The most bytes in use since this was last called, in an untracked scope."""
@@ -229,7 +244,7 @@ class CudaMeter:
         Within the capture of a graph nothing is known: 0 seconds.
         """
         self._compute.waited = None
-        self.arrive()
+        self._host.arrive()
         if self._compute.capturing():
             self._drop_operators()
             return Measures((), 0.0, ())  # nobody may wait for the device now
@@ -248,12 +263,17 @@ class CudaMeter:
             over.synchronize()  # another stream's may lie behind the end
             gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
+
+        def when(event: TimedEvent) -> float:
+            return now - self.seconds(event, end)
+
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
+        device = self._host.busy(device, when)
         timed = [] if self._operators is None else self._operators.end()
         if any(timed) and len(timed) == len(device):  # else none came by
             device = tuple(map(min, device, timed))
-            *times, seconds = accumulate(device)
-        host, joins = self._host.clocks(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
+        *times, seconds = accumulate(device)
+        host, joins = self._host.clocks(device, when, (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
 
 

@@ -42,6 +42,9 @@ class Program:
         self._clock.return_value += seconds
         self._delayed += seconds
 
+    def busy(self) -> tuple[float, ...]:
+        return self._host.busy(self._busy, self._passed.__getitem__)
+
     def clocks(self) -> tuple[tuple[float, ...], frozenset[int]]:
         return self._host.clocks(self._busy, self._passed.__getitem__, self._ticks)
 
@@ -92,3 +95,17 @@ def test_a_host_that_is_kept_until_the_device_is_idle_has_not_waited_for_it(prog
     program.is_kept_for_memory(5.0)
     program.goes_on(1.0, device=7.0)
     assert program.clocks() == ((1.0, 1.0), frozenset())
+
+
+def test_a_device_that_waits_until_pages_are_mapped_is_not_busy(program: Program) -> None:
+    program.goes_on(1.0, device=1.0)
+    program.is_kept_for_memory(4.0)
+    program.goes_on(1.0, device=8.0, busy=7.0)
+    assert program.busy() == (1.0, 3.0)
+
+
+def test_a_device_that_has_enough_to_do_meanwhile_is_busy(program: Program) -> None:
+    program.goes_on(1.0, device=6.0)
+    program.is_kept_for_memory(4.0)
+    program.goes_on(1.0, device=8.0, busy=2.0)
+    assert program.busy() == (1.0, 2.0)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -210,6 +210,54 @@ def test_a_device_that_is_not_to_be_held_back_is_not_however_near_it_comes() -> 
     compute.has_passed_all = True
     meter.tick(0)
     assert compute.stream_has == ["mark", "mark"]
+
+
+class IdleDevice(FakeCompute):
+    """A device that has nothing to do whenever the host is late: it passes events as they are marked."""
+
+    class At:
+        def __init__(self, at: float) -> None:
+            self._at = at
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: IdleDevice.At) -> float:
+            return (other._at - self._at) * 1e3
+
+    def mark(self, stream: object) -> At:  # type: ignore[override]
+        return self.At(time.perf_counter())
+
+
+def test_a_device_that_waits_for_our_own_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a position, before one (as where a forward begins), and as the iteration begins."""
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    meter = CudaMeter(IdleDevice())  # type: ignore[arg-type]
+    clock.return_value += 10.0
+    meter.depart()
+    clock.return_value += 1.0  # the program's, like every second that is told of below
+    meter.arrive(outside=True)
+    clock.return_value += 10.0
+    meter.depart()
+    clock.return_value += 2.0
+    meter.arrive()
+    meter.tick(0)
+    clock.return_value += 10.0
+    meter.resume()
+    clock.return_value += 4.0
+    meter.arrive(outside=True)
+    clock.return_value += 10.0
+    meter.tick(0)
+    meter.resume()
+    clock.return_value += 8.0
+    measures = meter.finish(0, [0, 0, 0])
+    assert measures.clocks is not None
+    assert measures.clocks.device == pytest.approx([3.0, 4.0, 8.0])
+    assert measures.clocks.host == pytest.approx([3.0, 4.0, 8.0])
 
 
 class FakeOperators:
