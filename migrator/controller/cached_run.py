@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from torch_tiers.migrator.controller.budget import SETTLED
 from torch_tiers.migrator.controller.cached_plans import CachedPlans, PlanCache
@@ -11,6 +12,14 @@ from torch_tiers.migrator.controller.in_force import PlansInForce
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a recorded iteration tells of the cached plans."""
+
+    differs: bool = False  # it is larger than in the earlier run, or recomputes less
+    completes: bool = False  # it shows for the first time what of the cached plans can be recomputed
 
 
 class CachedRun:
@@ -51,20 +60,18 @@ class CachedRun:
         """Take note of other plans or predictions, which are not cached."""
         self._is_stored = False
 
-    @property
-    def completes(self) -> bool:
-        """Return whether the iteration that verifies the plans shows for the first time what can be recomputed."""
-        return self._verifies and self._unseen
-
-    def differs(self, in_force: PlansInForce, trace: Trace, peak: int) -> bool:
-        """Return whether the first whole iteration is larger than in the earlier run, or recomputes less."""
+    def verify(self, in_force: PlansInForce, trace: Trace, peak: int) -> Verdict:
+        """Judge the plans that were found by the first whole iteration; of later ones nothing is said."""
         verifies, self._verifies = self._verifies, False
+        if not verifies:
+            return Verdict()
         known = {key for of in in_force.traces for key in of.by_key}
-        if not verifies or not trace.by_key.keys() <= known:
-            return False  # another kind, of which nothing was said
+        if not trace.by_key.keys() <= known:
+            return Verdict(completes=self._unseen)  # another kind, of which nothing was said
         most = max((each.peak() for each in in_force.planned), default=0)
         fits = peak <= max(most, self._target) + int(SETTLED * self._target)
-        return not (fits and _dropped(in_force.plans) & trace.by_key.keys() <= _obtainable(trace))
+        recomputes = _dropped(in_force.plans) & trace.by_key.keys() <= _obtainable(trace)
+        return Verdict(differs=not (fits and recomputes), completes=self._unseen)
 
     def store(self, in_force: PlansInForce, feedback: Feedback, static: Callable[[], int]) -> bool:
         """Cache what was learned, once; return whether that was done.

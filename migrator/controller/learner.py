@@ -245,8 +245,8 @@ class Learner:
             log.info("iteration %d, the plans proved right and are cached for the next run", self._iterations)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
-        completes = self._cached.completes
-        if self._cached.differs(self._in_force, trace, peak):
+        verdict = self._cached.verify(self._in_force, trace, peak)
+        if verdict.differs:
             log.info("iteration %d, the program differs from that of the cached plans", self._iterations)
             self._record_anew()
         if self._recordings.add(trace, self._iterations):
@@ -254,7 +254,7 @@ class Learner:
             self._feedback.news()
             self._feedback.budget.estimate(peak)
         if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
-            return completes  # trials allow what the cached plans recompute: actions are to be looked up anew
+            return verdict.completes  # trials allow what the cached plans recompute: actions are to be looked up anew
         return self._plan()
 
     def relink(self, links: Links) -> bool:
