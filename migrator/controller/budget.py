@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.model.trace import Trace
 
 SURE = 8  # of the last iterations under the plans there are: so many make sure of what these need
@@ -83,24 +84,21 @@ class Budget:
         """Take note of a new trace."""
         self._cuts = 0
 
-    def peak(
-        self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
-    ) -> bool:
+    def peak(self, outcome: IterationOutcome, predicted: int | None, base: int, *, may_grow: bool) -> bool:
         """Take in the peak of an iteration; return whether the correction changed.
 
         Parameters
         ----------
-        peak, predicted : int
+        outcome : IterationOutcome
+            Its peak, and what HBM had no room for.
+        predicted : int or None
             Most bytes in HBM; None if that could not be predicted.
         base : int
             The budget before correction.
-        pressed : bool
-            Whether the allocator had to flush its cache to stay within the budget.
         may_grow : bool
             Whether the plan would use a larger budget.
-        overflow : int
-            Bytes that the allocator had to put elsewhere, as HBM was full.
         """
+        peak, pressed, overflow = outcome.peak, outcome.pressed, outcome.overflow
         self.under += 1
         self._highest = max(self._highest, peak)
         if self.under > SETTLING:

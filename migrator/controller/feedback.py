@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from torch_tiers.migrator.controller.budget import SETTLING, SURE, Budget
 from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest, hold_least
 from torch_tiers.migrator.model.links import Calls, Links
 from torch_tiers.migrator.model.plan import Plan
@@ -145,43 +146,31 @@ class Feedback:
         self._times.clear()
         self._disturbed.clear()
 
-    def iteration_over(
-        self,
-        planned: Sequence[PlannedIteration],
-        base: int,
-        peak: int,
-        *,
-        pressed: bool,
-        overflow: int,
-        iteration_time: IterationTime | None,
-        host: HostTime | None = None,
-        resized: bool = False,
-    ) -> bool:
+    def iteration_over(self, planned: Sequence[PlannedIteration], base: int, outcome: IterationOutcome) -> bool:
         """Take in an iteration under the present plans, for a budget of `base` before correction.
 
-        Return whether any correction changed. The other parameters are those of `Learner.iteration_over`.
+        Return whether any correction changed.
         """
-        if (overflow or pressed or peak > self.budget.target) and hold_least(planned):
+        if (outcome.overflow or outcome.pressed or outcome.peak > self.budget.target) and hold_least(planned):
             self.budget.under += 1
             return False
         predictions = [each.predicted for each in planned if each.predicted is not None]
         # Of several kinds of iterations nobody says which one this was: what a short one left free, a long one needs.
         one_kind_or_unpredicted = len(planned) == 1 or not predictions
         changed = self.budget.peak(
-            peak,
+            outcome,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),
             base,
-            pressed=pressed,
             may_grow=one_kind_or_unpredicted and not all(each.plan.keeps_everything for each in planned),
-            overflow=overflow,
         )
-        if iteration_time is None or self.budget.under < SETTLING or not len(planned) == len(predictions) == 1:
+        time, host = outcome.iteration_time, outcome.host
+        if time is None or self.budget.under < SETTLING or not len(planned) == len(predictions) == 1:
             return changed  # of several kinds, it says nothing of the pace, either
         (only,), (predicted,) = planned, predictions
         believed = host is None or not self._awaits_host(predicted)
         changed |= host is not None and self.host(host, only.plan, predicted)
-        disturbed = pressed or overflow > 0 or resized
-        return self.iteration(iteration_time, predicted, believed=believed, disturbed=disturbed) or changed
+        disturbed = outcome.pressed or outcome.overflow > 0 or outcome.resized
+        return self.iteration(time, predicted, believed=believed, disturbed=disturbed) or changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
         """Return whether the program's host time is still to be measured; a recording overstates it."""

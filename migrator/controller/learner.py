@@ -20,12 +20,12 @@ from torch_tiers.migrator.controller.cached_plans import PlanCache
 from torch_tiers.migrator.controller.cached_run import CachedRun
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.in_force import PlansInForce
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import PlanRequests, Submit
 from torch_tiers.migrator.controller.planned import predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import HostTime, IterationTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.simulator import Simulated
@@ -135,49 +135,8 @@ class Learner:
         """Return whether iterations of a kind differ in size more often than not."""
         return self._recordings.varies
 
-    def iteration_over(
-        self,
-        trace: Trace | None,
-        peak: int,
-        *,
-        whole: bool,
-        mispredicted: bool,
-        resized: bool = False,
-        pressed: bool,
-        overflow: int = 0,
-        iteration_time: IterationTime | None = None,
-        host: HostTime | None = None,
-        refused: bool = False,
-        static: Callable[[], int] = int,
-    ) -> bool:
+    def iteration_over(self, outcome: IterationOutcome) -> bool:
         """Take in one iteration; return whether `plans` changed.
-
-        Parameters
-        ----------
-        trace : Trace or None
-            Its trace, if it was recorded.
-        peak : int
-            Highest use of HBM in the iteration, in bytes.
-        whole : bool
-            Whether everything that lives as long as the program existed when the iteration began: the optimizer makes
-            its state in the first step, so peaks before that are too low.
-        mispredicted : bool
-            Whether considerably more was saved, or was not, than any plan expects.
-        resized : bool
-            Whether what was saved as planned was considerably larger or smaller than that.
-        pressed : bool
-            Whether the allocator had to flush its cache to stay within the budget.
-        overflow : int
-            Bytes for which HBM had no room, and which the allocator had to put elsewhere.
-        iteration_time : IterationTime, optional
-            What this iteration took the device, or the one before it, and how long compute waited for each lane.
-        host : HostTime, optional
-            What this iteration took the host.
-        refused : bool
-            Whether a tier had no room for what the plan offloads, so that it stayed in HBM. Then memory and time say
-            nothing about the plan.
-        static : callable
-            Returns the bytes in use now, between two iterations; 0 if nobody counts them. A call takes 0.1 ms.
 
         Raises
         ------
@@ -186,10 +145,11 @@ class Learner:
         """
         self._iterations += 1
         self._in_force.under += 1
-        self._static = static
-        if iteration_time is not None and iteration_time.age >= self._in_force.under:
-            iteration_time = None  # of an iteration under other plans
-        if whole and not self._whole:
+        self._static = outcome.static
+        trace, time = outcome.trace, outcome.iteration_time
+        if time is not None and time.age >= self._in_force.under:
+            time = None  # of an iteration under other plans
+        if outcome.whole and not self._whole:
             self._whole = True
             # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
             if self._recordings.traces and not self._cached.resumed:
@@ -198,27 +158,21 @@ class Learner:
         changed = self._adopt()
         if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
-        if not (whole or self._iterations >= PATIENCE):
+        if not (outcome.whole or self._iterations >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
-            return self._learn(trace, peak) or changed
+            return self._learn(trace, outcome.peak) or changed
         planned, asked = self._in_force.planned, self._requests.asked
+        unlike = outcome.mispredicted or outcome.resized
         if not asked:  # what is mispredicted while plans are made is what they are made for
-            self._recordings.pass_by(self._iterations, mispredicted=(mispredicted or resized) and had_plans)
-        if iteration_time is not None and self._in_force.under > SETTLING and not (refused or mispredicted or resized):
-            self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
-        if changed or refused or asked or self._recordings.learning or not planned:
+            self._recordings.pass_by(self._iterations, mispredicted=unlike and had_plans)
+        if time is not None and self._in_force.under > SETTLING and not (outcome.refused or unlike):
+            self._feedback.note(time)  # also while plans are made, which are to be better than that
+        if changed or outcome.refused or asked or self._recordings.learning or not planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        if self._feedback.iteration_over(
-            planned,
-            max(map(self._feedback.budget.before_correction, self.traces)),
-            peak,
-            pressed=pressed,
-            overflow=overflow,
-            iteration_time=None if mispredicted else iteration_time,
-            host=host,
-            resized=resized,
-        ):
+        base = max(map(self._feedback.budget.before_correction, self.traces))
+        seen = replace(outcome, iteration_time=None if outcome.mispredicted else time)
+        if self._feedback.iteration_over(planned, base, seen):
             log.info("iteration %d, corrections changed: %s", self._iterations, self._feedback)
             return self._plan(may_stay=True)
         self._store()

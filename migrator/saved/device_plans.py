@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.controller.kinds import is_of_another_size, is_of_no_kind
 from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
@@ -80,7 +81,7 @@ class DevicePlans:
     ) -> bool:
         """Take in one iteration; return whether there are new plans, which `next_begins` is to adopt.
 
-        For the parameters see `Learner.iteration_over` and `Mover.end_iteration`.
+        For the parameters see `IterationOutcome` and `Mover.end_iteration`.
         """
         engine, filling, plans = self._engine, self._filling, self.learner.plans
         self._fitting = 0 if overflow else self._fitting + 1
@@ -92,7 +93,7 @@ class DevicePlans:
         pressed = engine.compute.pressed()
         # Groups that are held back on purpose are late on purpose.
         iteration_time = engine.iteration_time if alone and engine.ahead == EVERY else None
-        changed = self.learner.iteration_over(
+        outcome = IterationOutcome(
             trace,
             peak,
             whole=whole,
@@ -100,11 +101,12 @@ class DevicePlans:
             resized=resized,
             pressed=pressed,
             overflow=overflow,
+            refused=refused,
             iteration_time=iteration_time,
             host=None if iteration_time is None else host,
-            refused=refused,
             static=engine.compute.allocated,
         )
+        changed = self.learner.iteration_over(outcome)
         if refused and trace is None and not (changed or mispredicted):  # else it may not have been these plans'
             return self._plans_for_less(granted)
         return changed

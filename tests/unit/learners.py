@@ -11,6 +11,7 @@ from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import Job
 from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.plan import Plan
@@ -31,7 +32,7 @@ def peak_of(trace: Trace) -> int:
 
 def learned(peak: int = 700 * MiB, policy: Policy = FLASHNEURON) -> Learner:
     learner = Learner(policy, TARGET)
-    assert learner.iteration_over(TRACE, peak, whole=True, pressed=False, mispredicted=False)
+    assert learner.iteration_over(IterationOutcome(TRACE, peak))
     return learner
 
 
@@ -42,7 +43,7 @@ def room(learner: Learner) -> int:
 
 def unrecorded(learner: Learner, peak: int, mispredicted: bool = False) -> bool:
     """An iteration that was not recorded."""
-    return learner.iteration_over(None, peak, whole=True, pressed=False, mispredicted=mispredicted)
+    return learner.iteration_over(IterationOutcome(None, peak, mispredicted=mispredicted))
 
 
 def foreseen(plan: Plan) -> set[str]:
@@ -70,7 +71,7 @@ def run(learner: Learner, iterations: Sequence[tuple[Trace, int]], elsewhere: in
         peak = max(elsewhere, own + most(trace, known[0] if known else None))
         recorded = trace if learner.records_next else None
         mispredicted = recorded is None and not known
-        changed.append(learner.iteration_over(recorded, peak, whole=True, pressed=False, mispredicted=mispredicted))
+        changed.append(learner.iteration_over(IterationOutcome(recorded, peak, mispredicted=mispredicted)))
         peaks.append(peak)
     return changed, peaks
 
@@ -95,5 +96,5 @@ def large(trace: Trace = MODEL, policy: str = "auto") -> tuple[Learner, Later]:
     """A learner that has seen a trace which takes long to plan for, and what does its jobs."""
     later = Later()
     learner = Learner(POLICIES[policy], peak_of(trace) * 3 // 4, submit=later)
-    assert not learner.iteration_over(trace, 0, whole=True, pressed=False, mispredicted=False)
+    assert not learner.iteration_over(IterationOutcome(trace, 0))
     return learner, later

@@ -15,63 +15,61 @@ from torch_tiers.migrator.controller.budget import (
     TELLING,
     Budget,
 )
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 
 TARGET = 1000 * MiB
+
+
+def changes(budget: Budget, peak: int = TARGET, *, pressed: bool = False, overflow: int = 0) -> bool:
+    """An iteration under a plan that was predicted to come to the target."""
+    outcome = IterationOutcome(None, peak, pressed=pressed, overflow=overflow)
+    return budget.peak(outcome, TARGET, TARGET, may_grow=True)
 
 
 def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
     budget = Budget(TARGET)
     now_and_then = [False, True, False, False] * 4
     flushes = [True] * SETTLING + now_and_then + [True] * 3  # with which there are four in eight periods
-    assert [budget.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
+    assert [changes(budget, pressed=flush) for flush in flushes] == [
         *[False] * (len(flushes) - 1),
         True,
     ]
     assert budget.correction == -int(PRESSED * TARGET)
     budget.adopted()
-    assert not any(budget.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True) for _ in range(SETTLING))
+    assert not any(changes(budget, pressed=True) for _ in range(SETTLING))
 
 
 def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_settled() -> None:
     budget = Budget(TARGET)
-
-    def measured() -> bool:
-        return budget.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=10 * MiB)
-
-    assert [measured() for _ in range(SETTLING + SPILLS)] == [*[False] * (SETTLING + SPILLS - 1), True]
+    assert [changes(budget, overflow=10 * MiB) for _ in range(SETTLING + SPILLS)] == [
+        *[False] * (SETTLING + SPILLS - 1),
+        True,
+    ]
     assert -40 * MiB < budget.correction < -10 * MiB
 
 
 def test_what_an_older_layout_left_elsewhere_comes_off_the_budget_no_more_than_it_stays_there() -> None:
     budget = Budget(TARGET)
     for overflow in (9 * MiB, 9 * MiB, 9 * MiB, 9 * MiB, 9 * MiB, 0, 9 * MiB, 0):
-        assert not budget.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
+        assert not changes(budget, overflow=overflow)
 
 
 def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
     budget = Budget(TARGET)
-
-    def measured(overflow: int) -> bool:
-        return budget.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
-
     changed = 0
     for _ in range(20):
         budget.adopted()
-        changed += any([measured(4 * MiB) for _ in range(SETTLING + SPILLS)])
+        changed += any([changes(budget, overflow=4 * MiB) for _ in range(SETTLING + SPILLS)])
     assert changed == 1
 
 
 def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
     budget = Budget(TARGET)
-
-    def measured(peak: int) -> bool:
-        return budget.peak(peak, TARGET, TARGET, pressed=False, may_grow=True)
-
-    assert [measured(TARGET * 85 // 100) for _ in range(TELLING)][-1]
+    assert [changes(budget, TARGET * 85 // 100) for _ in range(TELLING)][-1]
     assert budget.correction > 0
-    assert measured(TARGET * 115 // 100)
+    assert changes(budget, TARGET * 115 // 100)
     assert budget.correction == 0
-    assert not any(measured(TARGET * 85 // 100) for _ in range(2 * SETTLING))
+    assert not any(changes(budget, TARGET * 85 // 100) for _ in range(2 * SETTLING))
 
 
 def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_then_no_more() -> None:
@@ -81,7 +79,7 @@ def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_the
     for _ in range(2 * GROWTHS):
         budget.adopted()
         for _ in range(TELLING):
-            budget.peak(TARGET * 85 // 100, TARGET, TARGET, pressed=False, may_grow=True)
+            changes(budget, TARGET * 85 // 100)
         corrections.append(budget.correction)
     grown = [0, *corrections[:GROWTHS]]
     assert all(before < after for before, after in pairwise(grown))
@@ -92,28 +90,28 @@ def test_the_budget_does_not_grow_by_what_a_short_iteration_leaves_free() -> Non
     """Lengths alternate, and the plan for long iterations serves short ones, too."""
     budget = Budget(TARGET)
     peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
-    assert not any(budget.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)
+    assert not any(changes(budget, peak) for peak in peaks)
 
 
 def test_a_flush_while_groups_come_back_in_another_order_is_none_of_the_plan_s() -> None:
     """After a load two more groups came ahead each step, and each step flushed: 3% of the budget went, for good."""
     budget = Budget(TARGET)
     for _ in range(20):
-        assert not budget.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+        assert not changes(budget)
     for _ in range(3):
         budget.rearranged()
         for flushes in (True, True, False, False):
-            assert not budget.peak(TARGET, TARGET, TARGET, pressed=flushes, may_grow=True)
+            assert not changes(budget, pressed=flushes)
     for _ in range(SURE - 2):
-        assert not budget.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True)
-    assert budget.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True), "but one that stays is"
+        assert not changes(budget, pressed=True)
+    assert changes(budget, pressed=True), "but one that stays is"
 
 
 def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
     """Another job on the same GPU, or fragments that stay: 34 cuts took all of the budget."""
     budget, plans = Budget(TARGET), 0
     for _ in range(300):
-        if budget.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True):
+        if changes(budget, pressed=True):
             budget.adopted()
             plans += 1
     assert plans == CUTS
@@ -123,5 +121,5 @@ def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
 def test_an_allocator_that_flushes_in_three_periods_of_four_has_too_little_room() -> None:
     """Of kinds of periods that alternate, one may do without."""
     budget = Budget(TARGET)
-    cuts = [budget.peak(TARGET, TARGET, TARGET, pressed=k % 4 > 0, may_grow=True) for k in range(SETTLING + SURE)]
+    cuts = [changes(budget, pressed=k % 4 > 0) for k in range(SETTLING + SURE)]
     assert sum(cuts) == 1

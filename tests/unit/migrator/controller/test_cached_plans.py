@@ -11,6 +11,7 @@ from tests.unit.learners import MODEL, peak_of
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.cached_plans import CachedPlans, fingerprint
 from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.timing import IterationTime
@@ -45,13 +46,7 @@ def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = 
     iteration_time = None if predicted is None else IterationTime(predicted.seconds, predicted.stalls)
     peak = 0 if predicted is None else predicted.peak["hbm"] + beyond
     return of.iteration_over(
-        trace,
-        peak,
-        whole=whole,
-        pressed=False,
-        mispredicted=False,
-        iteration_time=iteration_time,
-        static=lambda: static,
+        IterationOutcome(trace, peak, whole=whole, iteration_time=iteration_time, static=lambda: static)
     )
 
 
@@ -168,7 +163,7 @@ def test_a_plan_is_kept_with_what_it_was_made_for_alone() -> None:
     over(of, MODEL)
     fails[0] = True
     for _ in range(5):
-        of.iteration_over(None, TARGET, whole=True, pressed=False, mispredicted=True, static=lambda: STATIC)
+        of.iteration_over(IterationOutcome(None, TARGET, mispredicted=True, static=lambda: STATIC))
     larger = replace(MODEL, sites=tuple(replace(site, nbytes=site.nbytes + 512) for site in MODEL.sites), recipes={})
     while of.records_next:
         over(of, larger)

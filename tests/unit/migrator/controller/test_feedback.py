@@ -21,6 +21,7 @@ from torch_tiers.migrator.controller.feedback import (
     UNTIMED,
     Feedback,
 )
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5, Calls, Links
@@ -77,7 +78,7 @@ def test_what_is_corrected_is_told_with_its_numbers() -> None:
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
     feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
-    feedback.budget.peak(TARGET + 64 * MiB, TARGET, TARGET, pressed=False, may_grow=True)
+    feedback.budget.peak(IterationOutcome(None, TARGET + 64 * MiB), TARGET, TARGET, may_grow=True)
     assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of its bandwidth"
 
 
@@ -93,7 +94,7 @@ def gone_by(iterations: int = SETTLING) -> Feedback:
 
 def pass_by(feedback: Feedback, iterations: int) -> None:
     for _ in range(iterations):
-        feedback.budget.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+        feedback.budget.peak(IterationOutcome(None, TARGET), TARGET, TARGET, may_grow=True)
 
 
 def changes(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
@@ -178,7 +179,7 @@ def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> 
 
     def measured(part: float) -> bool:
         time = IterationTime(part * PREDICTED.seconds, {})
-        return feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=time)
+        return feedback.iteration_over(made, 0, IterationOutcome(None, TARGET, iteration_time=time))
 
     for _ in range(2):
         feedback.adopted()
@@ -341,7 +342,7 @@ def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_host() -> 
     time, paces = IterationTime(6.0, {}), []
     for seconds in [2.0] * (SETTLING - 1) + [4.0] * HOSTS:
         host = HostTime(seconds, 0.0)
-        feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=time, host=host)
+        feedback.iteration_over(made, 0, IterationOutcome(None, TARGET, iteration_time=time, host=host))
         paces.append(feedback.corrections.host_pace)
     assert paces == [1.0] * (SETTLING + HOSTS - 2) + [pytest.approx(4 / 6)]
 
@@ -410,7 +411,7 @@ def test_a_short_iteration_says_nothing_of_the_device_before_the_host_s_time_is_
     changed = 0
     for _ in range(2 * SURE):
         if feedback.iteration_over(
-            made, 0, TARGET, pressed=False, overflow=0, iteration_time=IterationTime(40.0, {}), host=HostTime(40.0, 0.0)
+            made, 0, IterationOutcome(None, TARGET, iteration_time=IterationTime(40.0, {}), host=HostTime(40.0, 0.0))
         ):
             changed += 1
             made = (PlannedIteration(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
@@ -431,9 +432,11 @@ def test_an_iteration_that_flushed_or_had_another_size_tells_the_pace_where_it_w
     time = IterationTime(takes * PREDICTED.seconds, {})
     pressed, resized = why == "pressed", why == "resized"
     for _ in range(SETTLING + 1):
-        feedback.iteration_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=None)
+        feedback.iteration_over(made, 0, IterationOutcome(None, TARGET))
     changed = [
-        feedback.iteration_over(made, 0, TARGET, pressed=pressed, overflow=0, iteration_time=time, resized=resized)
+        feedback.iteration_over(
+            made, 0, IterationOutcome(None, TARGET, pressed=pressed, iteration_time=time, resized=resized)
+        )
         for _ in range(SURE)
     ]
     assert any(changed) == (takes < 1)
@@ -446,7 +449,7 @@ def test_where_the_allocator_flushes_a_few_short_iterations_say_nothing_of_the_p
     made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
     for iteration in range(200):
         time = IterationTime((0.5 if iteration % 5 == 0 else 1.0) * PREDICTED.seconds, {})
-        feedback.iteration_over(made, 0, TARGET, pressed=True, overflow=0, iteration_time=time)
+        feedback.iteration_over(made, 0, IterationOutcome(None, TARGET, pressed=True, iteration_time=time))
     assert feedback.corrections.pace == 1.0
 
 

@@ -26,6 +26,7 @@ from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.budget import PRESSED, SETTLED
 from torch_tiers.migrator.controller.feedback import UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION, KINDS
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
@@ -42,16 +43,14 @@ def test_the_first_iteration_is_recorded() -> None:
 
 def test_an_iteration_before_the_optimizer_made_its_state_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.iteration_over(TRACE, 10 * MiB, whole=False, pressed=False, mispredicted=False)
+    assert not learner.iteration_over(IterationOutcome(TRACE, 10 * MiB, whole=False))
     assert learner.plans == ()
     assert learner.records_next
 
 
 def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    changed = [
-        learner.iteration_over(TRACE, MiB, whole=False, pressed=False, mispredicted=False) for _ in range(PATIENCE)
-    ]
+    changed = [learner.iteration_over(IterationOutcome(TRACE, MiB, whole=False)) for _ in range(PATIENCE)]
     assert changed == [False] * (PATIENCE - 1) + [True]
 
 
@@ -60,7 +59,7 @@ def test_a_program_without_an_optimizer_settles_too() -> None:
     learner = Learner(FLASHNEURON, 4 * TARGET)
     for iteration in range(PATIENCE + UNTIMED):
         trace = TRACE if iteration < PATIENCE else None
-        learner.iteration_over(trace, 0, whole=False, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(trace, 0, whole=False))
     assert learner.settled and not learner.complete
 
 
@@ -69,27 +68,27 @@ def test_without_laps_plans_settle_too() -> None:
     learner = learned(0)
     assert not learner.settled
     for _ in range(UNTIMED):
-        assert not learner.iteration_over(None, TARGET, whole=True, pressed=False, mispredicted=False)
+        assert not learner.iteration_over(IterationOutcome(None, TARGET))
     assert learner.settled
 
 
 def test_what_was_learned_for_want_of_an_optimizer_is_learned_anew_after_its_first_step() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     for _ in range(PATIENCE):  # and as many micro-batches before the first step
-        learner.iteration_over(TRACE, MiB, whole=False, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(TRACE, MiB, whole=False))
     plans = learner.plans
     assert plans
     assert not unrecorded(learner, 10 * MiB)
     assert learner.plans == plans
     assert learner.records_next
-    learner.iteration_over(TRACE, 10 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(TRACE, 10 * MiB))
     assert not learner.records_next
     assert learner.plans != plans
 
 
 def test_an_iteration_that_saves_nothing_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.iteration_over(Trace((), 0), MiB, whole=True, pressed=False, mispredicted=False)
+    assert not learner.iteration_over(IterationOutcome(Trace((), 0), MiB))
     assert learner.records_next
 
 
@@ -102,7 +101,7 @@ def test_the_unforeseen_starts_recording() -> None:
     unrecorded(learner, TARGET, mispredicted=True)
     for _ in range(ITERATIONS_AFTER_MISPREDICTION):
         assert learner.records_next
-        learner.iteration_over(TRACE, TARGET, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(TRACE, TARGET))
     assert not learner.records_next
 
 
@@ -125,7 +124,7 @@ def test_the_room_grows_by_half_of_what_the_peak_lies_below_the_target() -> None
 
 def test_an_allocator_under_pressure_ends_the_growth() -> None:
     learner = learned(700 * MiB)
-    assert learner.iteration_over(None, 900 * MiB, whole=True, pressed=True, mispredicted=False)
+    assert learner.iteration_over(IterationOutcome(None, 900 * MiB, pressed=True))
     assert room(learner) == 300 * MiB - int(PRESSED * TARGET)
     assert not unrecorded(learner, 900 * MiB)
 
@@ -145,7 +144,7 @@ def test_a_trace_that_tells_what_else_lies_in_hbm_is_planned_for_the_target() ->
 
     learner = Learner(policy, TARGET)
     trace = replace(TRACE, others=(600 * MiB,) * (TRACE.positions + 1))
-    learner.iteration_over(trace, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(trace, 700 * MiB))
     assert unrecorded(learner, 1100 * MiB)
     assert budgets == [1000 * MiB, 900 * MiB]
 
@@ -192,7 +191,7 @@ def test_the_room_suits_the_largest_of_alternating_iterations() -> None:
 
 def test_a_policy_that_always_moves_settles_too() -> None:
     learner = Learner(POLICIES["move"], TARGET)
-    learner.iteration_over(TRACE, 100 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(TRACE, 100 * MiB))
     changed = [unrecorded(learner, 100 * MiB) for _ in range(50)]
     assert not any(changed[25:])
 
@@ -220,7 +219,7 @@ def two_kinds(policy: str, target: int) -> tuple[list[bool], list[int]]:
     kinds = renamed(gpt(blocks=4)), MODEL
     learner = Learner(POLICIES[policy], target, must_fit=False, recordings=2)
     for kind in kinds:
-        learner.iteration_over(kind, 0, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(kind, 0))
     changed, peaks = [], []
     for _ in range(20):
         for kind, plan in zip(kinds, learner.plans, strict=True):
@@ -248,7 +247,7 @@ def test_of_one_kind_the_larger_iteration_is_planned_for() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     large, small = chain([20 * MiB] * 4), chain([10 * MiB] * 4)
     for trace in (small, large, small):
-        learner.iteration_over(trace, 100 * MiB, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(trace, 100 * MiB))
     assert set(learner.traces) == {large}
 
 
@@ -259,7 +258,7 @@ def test_iterations_of_one_kind_that_are_smaller_ask_for_no_other_plan() -> None
     for nbytes in (20, 12, 17, 10, 19, 15) * 10:
         trace = chain([nbytes * MiB] * 4) if learner.records_next else None
         recorded += trace is not None
-        changed.append(learner.iteration_over(trace, 900 * MiB, whole=True, pressed=False, mispredicted=trace is None))
+        changed.append(learner.iteration_over(IterationOutcome(trace, 900 * MiB, mispredicted=trace is None)))
     assert sum(changed) == 1
     assert recorded < 30
 
@@ -268,7 +267,7 @@ def test_only_recent_kinds_are_remembered() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     kinds = [chain([MiB], f"kind{k}_") for k in range(KINDS + 3)]
     for trace in kinds:
-        learner.iteration_over(trace, 100 * MiB, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(trace, 100 * MiB))
     assert list(learner.traces) == kinds[3:]
     assert len(learner.plans) == KINDS
 

@@ -20,6 +20,7 @@ from tests.unit.learners import (
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import IterationTime
@@ -49,7 +50,7 @@ def test_other_links_are_planned_with_at_once() -> None:
 
     learner, slow = Learner(policy, TARGET), replace(PCIE_GEN5, h2d=20e9)
     assert not learner.relink(slow)  # there is nothing to plan yet
-    learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
     assert not learner.relink(slow)  # nothing new
     assert learner.relink(PCIE_GEN5)
     assert seen == [slow, PCIE_GEN5]
@@ -57,21 +58,21 @@ def test_other_links_are_planned_with_at_once() -> None:
 
 def test_other_links_do_not_have_plans_made_before_all_is_recorded() -> None:
     learner, slow = Learner(FLASHNEURON, TARGET, recordings=2), replace(PCIE_GEN5, h2d=20e9)
-    learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
     assert not learner.relink(slow)
     assert learner.plans == ()
-    assert learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    assert learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
 
 
 def test_other_links_wait_for_what_is_learned_anew() -> None:
     learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
     for _ in range(PATIENCE):
-        learner.iteration_over(TRACE, 700 * MiB, whole=False, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(TRACE, 700 * MiB, whole=False))
     before = learner.plans
-    learner.iteration_over(None, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(None, 700 * MiB))
     assert not learner.relink(slow)
     assert before and learner.plans == before
-    assert learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    assert learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
 
 
 def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
@@ -124,7 +125,7 @@ def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() 
 def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
     """The program itself took more memory while others needed the bus."""
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     before, (predicted,) = learner.plans, learner.predictions
     assert predicted is not None
     learner.relink(SLOW)
@@ -160,7 +161,7 @@ def test_plans_that_are_no_others_are_not_begun_with_anew() -> None:
 def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 GB/s became 4.5 GB/s, at the cost of two times some steps in which pages are mapped."""
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     (before,), (predicted,) = learner.plans, learner.predictions
     assert before.moved_bytes and predicted is not None
     rate = crossing(before, PCIE_GEN5) / predicted.seconds / PCIE_GEN5.both
@@ -175,14 +176,14 @@ def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, m
 
 def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     (before,) = learner.plans
     learner.relink(PCIE_GEN5.reduced(LOADED))
     (predicted,) = learner.predictions
     assert predicted is not None and predicted.busy["h2d"]
     late, peak = IterationTime(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10}), predicted.peak["hbm"]
     for _ in range(4):
-        learner.iteration_over(None, peak, whole=True, mispredicted=False, pressed=False, iteration_time=late)
+        learner.iteration_over(IterationOutcome(None, peak, iteration_time=late))
     assert not learner.plans[0].is_the_same_as(before)
     learner.relink(PCIE_GEN5)
     assert learner.plans[0].is_the_same_as(before)
@@ -190,13 +191,13 @@ def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
 
 def test_what_held_before_a_program_changed_does_not_come_back() -> None:
     learner, slow = Learner(another, TARGET), replace(PCIE_GEN5, h2d=20e9)
-    learner.iteration_over(TRACE, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
     before = learner.plans
     assert learner.relink(slow)
     unrecorded(learner, TARGET, mispredicted=True)
     longer = chain([10 * MiB] * 50)
     while learner.records_next:
-        learner.iteration_over(longer, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(longer, 700 * MiB))
     learner.relink(PCIE_GEN5)
     assert len(learner.plans) == 2
     assert learner.plans != before
@@ -213,7 +214,7 @@ def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
 def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once() -> None:
     """Other ranks took their share, or a disk is full: the job need not end, if there is a plan that moves less."""
     auto = Learner(POLICIES["auto"], int(0.7 * peak_of(MODEL)))
-    assert auto.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    assert auto.iteration_over(IterationOutcome(MODEL, 0))
     (before,) = auto.plans
     assert before.stored_bytes > 0
     auto.plan_for_less(before.stored_bytes // 2)
@@ -227,14 +228,14 @@ def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once(
 def test_what_holds_least_still_does_whatever_the_links(policy: str) -> None:
     """A program stayed 5% over its budget, and each change of links cut another 4% off it, without end."""
     learner = Learner(POLICIES[policy], int(0.6 * peak_of(MODEL)), must_fit=False)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
 
     def iterations(count: int) -> None:
         for _ in range(count):
             (predicted,) = learner.predictions
             assert predicted is not None
             over = max(int(1.03 * predicted.peak["hbm"]), int(0.63 * peak_of(MODEL)))
-            learner.iteration_over(None, over, whole=True, pressed=False, mispredicted=False)
+            learner.iteration_over(IterationOutcome(None, over))
 
     iterations(30)
     (before,), correction = learner.plans, learner._feedback.budget.correction

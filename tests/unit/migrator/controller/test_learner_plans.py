@@ -30,6 +30,7 @@ from torch_tiers.migrator.controller.background import in_background
 from torch_tiers.migrator.controller.budget import SETTLED, SURE
 from torch_tiers.migrator.controller.feedback import UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import AT_ONCE, Job
 from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.controller.recordings import ITERATIONS_AFTER_MISPREDICTION
@@ -69,7 +70,7 @@ def test_while_plans_are_made_nothing_is_corrected() -> None:
 def test_what_is_learned_meanwhile_takes_the_place_of_what_was_asked_for() -> None:
     learner, later = large()
     other = replace(MODEL, sites=tuple(replace(site, key=f"other.{site.key}") for site in MODEL.sites))
-    learner.iteration_over(other, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(other, 0))
     later.work()
     assert unrecorded(learner, 0)
     assert learner.traces == (MODEL, other)
@@ -77,7 +78,7 @@ def test_what_is_learned_meanwhile_takes_the_place_of_what_was_asked_for() -> No
 
 def test_at_the_end_plans_are_waited_for() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL), submit=in_background)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     learner.finish()
     assert len(learner.plans) == 1
 
@@ -90,14 +91,12 @@ def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_
 
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4, submit=elsewhere)
     assert len(MODEL.sites) > AT_ONCE
-    assert learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    assert learner.iteration_over(IterationOutcome(MODEL, 0))
     (plan,), (predicted,) = learner.plans, learner.predictions
     assert predicted is not None and plan.groups
     faster = IterationTime(0.9 * predicted.seconds, {})
     changes = [
-        learner.iteration_over(
-            None, predicted.peak["hbm"], whole=True, pressed=False, mispredicted=False, iteration_time=faster
-        )
+        learner.iteration_over(IterationOutcome(None, predicted.peak["hbm"], iteration_time=faster))
         for _ in range(3 * SURE)
     ]
     assert learner.predictions[0] is not None and learner.predictions[0].seconds < 0.95 * predicted.seconds
@@ -106,9 +105,7 @@ def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_
 
 def test_a_target_that_no_plan_meets_is_an_error() -> None:
     with pytest.raises(NoPlanFits):
-        Learner(POLICIES["auto"], MODEL.others[0] // 2).iteration_over(
-            MODEL, 0, whole=True, pressed=False, mispredicted=False
-        )
+        Learner(POLICIES["auto"], MODEL.others[0] // 2).iteration_over(IterationOutcome(MODEL, 0))
 
 
 class Failing:
@@ -139,7 +136,7 @@ def test_who_fails_to_make_other_plans_leaves_those_that_there_are_and_that_is_s
 
 def test_who_fails_to_make_the_first_plan_leaves_all_to_move(caplog: pytest.LogCaptureFixture) -> None:
     learner = Learner(Failing(ZeroDivisionError("a bug")), TARGET)
-    assert not learner.iteration_over(TRACE, 0, whole=True, pressed=False, mispredicted=False)
+    assert not learner.iteration_over(IterationOutcome(TRACE, 0))
     assert not unrecorded(learner, 2 * TARGET)
     assert learner.plans == ()
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
@@ -162,8 +159,8 @@ def test_plans_that_are_waited_for_in_vain_hold_training_up_no_longer_than_other
 def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
     learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False)
     with caplog.at_level("WARNING", logger="tiers"):
-        assert learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
-        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        assert learner.iteration_over(IterationOutcome(MODEL, 0))
+        learner.iteration_over(IterationOutcome(MODEL, 0))
     assert learner.plans
     assert len(caplog.records) == 1
     assert "no plan keeps this program within" in caplog.text
@@ -174,7 +171,7 @@ def test_threads_that_come_and_go_warn_once_of_what_does_not_fit(caplog: pytest.
     with caplog.at_level("WARNING", logger="tiers"):
         for _ in range(3):
             learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False, warned=warned)
-            learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+            learner.iteration_over(IterationOutcome(MODEL, 0))
     assert len(caplog.records) == 1
 
 
@@ -183,7 +180,7 @@ def test_what_is_said_of_a_target_that_is_not_met_names_the_budget_it_is_a_part_
 ) -> None:
     learner = Learner(POLICIES["auto"], 90 * MiB, must_fit=False, budget=100 * MiB)
     with caplog.at_level("WARNING", logger="tiers"):
-        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(MODEL, 0))
     assert "within 100.0 MiB" in caplog.text
 
 
@@ -191,7 +188,7 @@ def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
     with pytest.raises(NoPlanFits) as error:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
     learner = Learner(POLICIES["auto"], error.value.smallest + 100 * MiB)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     assert unrecorded(learner, 2 * error.value.smallest)
     (predicted,) = learner.predictions
     assert predicted is not None
@@ -214,19 +211,14 @@ def test_corrections_settle_within_ten_iterations(share: float, error: float, sl
     target = int(share * peak_of(MODEL))
     links = replace(PCIE_GEN5, d2h=slower * PCIE_GEN5.d2h, h2d=slower * PCIE_GEN5.h2d)
     learner = Learner(POLICIES["auto"], target)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     changed, peak = [], 0
     for _ in range(25):
         real = simulate(MODEL, links, learner.plans[0])
         peak = real.peak["hbm"] + int(error * target)
         changed.append(
             learner.iteration_over(
-                None,
-                peak,
-                whole=True,
-                pressed=False,
-                mispredicted=False,
-                iteration_time=IterationTime(real.seconds, real.stalls),
+                IterationOutcome(None, peak, iteration_time=IterationTime(real.seconds, real.stalls))
             )
         )
     assert not any(changed[10:])
@@ -236,10 +228,10 @@ def test_corrections_settle_within_ten_iterations(share: float, error: float, sl
 def test_several_iterations_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
     learner = Learner(POLICIES["flashneuron"], TARGET, recordings=3)
     for _ in range(2):
-        assert not learner.iteration_over(chain([MiB] * 4), 0, whole=True, pressed=False, mispredicted=False)
+        assert not learner.iteration_over(IterationOutcome(chain([MiB] * 4), 0))
         assert learner.records_next
         assert not learner.plans
-    assert learner.iteration_over(chain([MiB] * 4), 0, whole=True, pressed=False, mispredicted=False)
+    assert learner.iteration_over(IterationOutcome(chain([MiB] * 4), 0))
     assert learner.plans
     assert not learner.records_next
 
@@ -247,12 +239,12 @@ def test_several_iterations_are_recorded_before_the_first_plan_where_that_is_ask
 def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL), recordings=3)
     for _ in range(PATIENCE + 2):
-        learner.iteration_over(MODEL, 0, whole=False, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(MODEL, 0, whole=False))
     before = learner.plans
     changed = []
     unrecorded(learner, 0)
     for _ in range(3):
-        changed.append(learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False))
+        changed.append(learner.iteration_over(IterationOutcome(MODEL, 0)))
     assert before and learner.plans
     assert changed == [False, False, True]
 
@@ -267,16 +259,14 @@ def bear_out(learner: Learner, iterations: int) -> list[bool]:
     settled = []
     for _ in range(iterations):
         iteration_time, peak = IterationTime(predicted.seconds, predicted.stalls), predicted.peak["hbm"]
-        assert not learner.iteration_over(
-            None, peak, whole=True, pressed=False, mispredicted=False, iteration_time=iteration_time
-        )
+        assert not learner.iteration_over(IterationOutcome(None, peak, iteration_time=iteration_time))
         settled.append(learner.settled)
     return settled
 
 
 def test_plans_have_settled_once_laps_bore_them_out() -> None:
     learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     assert learner.complete and not learner.settled
     settled = bear_out(learner, 12)
     assert settled == sorted(settled) and settled.index(True) >= SURE
@@ -293,7 +283,7 @@ def test_plans_have_not_settled_while_something_is_recorded_planned_or_corrected
     unrecorded(learner, predicted.peak["hbm"], mispredicted=True)
     assert learner.records_next and not learner.settled
     while learner.records_next:
-        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(MODEL, 0))
     assert learner.settled
     unrecorded(learner, 2 * peak_of(MODEL))
     assert learner.planning and not learner.settled
@@ -307,7 +297,7 @@ def test_where_no_times_are_to_be_had_plans_settle_all_the_same() -> None:
     several = Learner(FLASHNEURON, TARGET)
     run(several, [(one, 900 * MiB), (other, 900 * MiB)] * 4)
     too_small = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
-    too_small.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    too_small.iteration_over(IterationOutcome(MODEL, 0))
     for learner in (learned(100 * MiB), several, too_small):
         for _ in range(3 * UNTIMED):
             unrecorded(learner, 2 * peak_of(MODEL) if learner is too_small else TARGET)
@@ -319,10 +309,10 @@ def test_where_no_times_are_to_be_had_plans_settle_all_the_same() -> None:
 
 def test_while_the_first_plan_is_made_nothing_mispredicts() -> None:
     learner, later = large()
-    assert not learner.iteration_over(None, 0, whole=True, pressed=False, mispredicted=True)
+    assert not learner.iteration_over(IterationOutcome(None, 0, mispredicted=True))
     assert not learner.records_next
     later.work()
-    assert learner.iteration_over(None, 0, whole=True, pressed=False, mispredicted=True)
+    assert learner.iteration_over(IterationOutcome(None, 0, mispredicted=True))
     assert not learner.records_next
 
 
@@ -332,7 +322,7 @@ def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:
     for _ in range(150):
         trace = TRACE if learner.records_next else None
         recorded += trace is not None
-        learner.iteration_over(trace, TARGET, whole=True, pressed=False, mispredicted=True)
+        learner.iteration_over(IterationOutcome(trace, TARGET, mispredicted=True))
     assert recorded <= 2 * ITERATIONS_AFTER_MISPREDICTION
     assert learner.plans == plans
 
@@ -340,7 +330,7 @@ def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:
 def test_where_no_plan_holds_less_nothing_is_asked_for_in_vain() -> None:
     """What exceeds the target has another place to be: it would be asked for less and less, in every iteration."""
     learner = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     (plan,) = learner.plans
     assert not any(unrecorded(learner, 2 * peak_of(MODEL)) for _ in range(20))
     assert learner.plans == (plan,)
@@ -352,7 +342,7 @@ def test_a_policy_that_refuses_nothing_is_asked_for_less_in_vain_only_once(name:
     with suppress(NoPlanFits):
         least = simulate(MODEL, PCIE_GEN5, POLICIES[name](MODEL, 0, PCIE_GEN5)).peak["hbm"]
         learner = Learner(POLICIES[name], int(least / 1.03), must_fit=False)
-        learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        learner.iteration_over(IterationOutcome(MODEL, 0))
         changed = [unrecorded(learner, simulate(MODEL, PCIE_GEN5, learner.plans[0]).peak["hbm"]) for _ in range(30)]
         assert not any(changed[10:])
 
@@ -361,14 +351,14 @@ def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
     """A ResNet at half of its memory, where nothing moves: the device was faster than recorded."""
     target = peak_of(MODEL) * 3 // 4
     learner = Learner(POLICIES["checkpoint"], target)  # which goes by shares of time, so that the pace is all one
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     (plan,), (before,) = learner.plans, learner.predictions
     assert before is not None
     iteration_time = IterationTime(0.9 * before.seconds, before.stalls)
     for _ in range(2 * UNTIMED):
-        assert not learner.iteration_over(
-            None, target, whole=True, pressed=False, mispredicted=False, iteration_time=iteration_time
-        ), "nothing changed for whoever carries it out"
+        assert not learner.iteration_over(IterationOutcome(None, target, iteration_time=iteration_time)), (
+            "nothing changed for whoever carries it out"
+        )
     (after,) = learner.predictions
     assert learner.plans == (plan,) and learner.settled
     assert after is not None and after.seconds < 0.95 * before.seconds
@@ -387,7 +377,7 @@ def test_a_plan_that_was_measured_to_take_less_than_another_is_to_stays(fast: bo
         return POLICIES["auto"](trace, int(rooms.pop(0) * budget), links)
 
     learner = Learner(better_and_better, target := peak_of(MODEL) * 3 // 4, submit=later)
-    learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(MODEL, 0))
     later.work()
     unrecorded(learner, 0)
     (plan,), (before,) = learner.plans, learner.predictions
@@ -396,7 +386,7 @@ def test_a_plan_that_was_measured_to_take_less_than_another_is_to_stays(fast: bo
     def iteration(seconds: float) -> None:
         taken = IterationTime(seconds, before.stalls)
         given = {"mispredicted": False, "iteration_time": taken, "resized": resized}
-        learner.iteration_over(None, target, whole=True, pressed=False, **given)
+        learner.iteration_over(IterationOutcome(None, target, **given))
 
     while not learner.planning:
         iteration(0.9 * before.seconds)
@@ -410,20 +400,18 @@ def test_a_plan_that_was_measured_to_take_less_than_another_is_to_stays(fast: bo
 def test_what_was_recorded_anew_is_carried_out_anew_though_the_plan_is_the_same() -> None:
     """More may be known by now to be recomputed with the same bits."""
     learner = Learner(POLICIES["keep"], 2 * peak_of(MODEL))
-    learner.iteration_over(replace(MODEL, recipes={}), 0, whole=True, pressed=False, mispredicted=False)
+    learner.iteration_over(IterationOutcome(replace(MODEL, recipes={}), 0))
     (plan,) = learner.plans
     while not learner.records_next:
         unrecorded(learner, 0, mispredicted=True)
     changed = False
     while learner.records_next:
-        changed |= learner.iteration_over(MODEL, 0, whole=True, pressed=False, mispredicted=False)
+        changed |= learner.iteration_over(IterationOutcome(MODEL, 0))
     assert changed and learner.plans == (plan,)
 
 
 def test_a_plan_is_told_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tiers"):
-        Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).iteration_over(
-            MODEL, 0, whole=True, pressed=False, mispredicted=False
-        )
+        Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).iteration_over(IterationOutcome(MODEL, 0))
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("iteration 1, plan by auto: ") and "of ideal" in line
