@@ -38,7 +38,9 @@ class Budget:
     def __init__(self, target: int) -> None:
         self.target = target
         self.correction = 0  # in bytes
-        self.under = 0  # iterations under the plans there are
+        # Not `PlansInForce.iterations`: this begins anew when memory is asked for in another order, too, and what ends
+        # while plans are made, or is refused, is not looked at.
+        self.looked_at = 0  # iterations, since the allocator's cache changed or the correction did
         self._room: int | None = None  # for saved tensors, from the first peak on
         self._ceiling: int | None = None  # the largest correction that no iteration so far has found too large
         self._growths = 0
@@ -69,11 +71,11 @@ class Budget:
 
     def stayed(self) -> None:
         """Take note that the plans stay after a correction; later iterations will tell whether it was right."""
-        self.under = self._highest = 0
+        self.looked_at = self._highest = 0
 
     def rearranged(self) -> None:
         """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
-        self.under = self._spills = 0
+        self.looked_at = self._spills = 0
         self.forget_flushes()
 
     def forget_flushes(self) -> None:
@@ -99,9 +101,9 @@ class Budget:
             Whether the plan would use a larger budget.
         """
         peak, pressed, overflow = outcome.peak, outcome.pressed, outcome.overflow
-        self.under += 1
+        self.looked_at += 1
         self._highest = max(self._highest, peak)
-        if self.under > SETTLING:
+        if self.looked_at > SETTLING:
             self._flushes = [*self._flushes[1 - SURE :], pressed]
         if predicted is not None:
             # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
@@ -109,10 +111,10 @@ class Budget:
             pressed = pressed and often and self._cuts < CUTS
             if pressed:
                 self._cuts += 1
-            elif not any(self._flushes) and self.under >= SURE:
+            elif not any(self._flushes) and self.looked_at >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self.target) if pressed else self.target - peak
-        self._spills = self._spills + 1 if overflow and self.under > SETTLING else 0
+        self._spills = self._spills + 1 if overflow and self.looked_at > SETTLING else 0
         if not overflow:
             self._overflow = None
         elif self._spills >= SPILLS and (self._overflow is None or overflow < self._overflow):
@@ -133,7 +135,7 @@ class Budget:
         elif may_grow and (gain := slack if predicted is None else min(self.target, predicted) - self._highest) > 0:
             most = self.target - base if predicted is None else self.target // 2
             # What one short iteration leaves free, the next one may need.
-            due = self.under >= TELLING and self._growths < GROWTHS
+            due = self.looked_at >= TELLING and self._growths < GROWTHS
             if predicted is None or (due and gain > WORTH * self.target):
                 self._growths += 1
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)

@@ -79,7 +79,7 @@ class Feedback:
 
         Without such times (no GPU, several kinds of iterations, several threads) a number of iterations suffices.
         """
-        return len(self._times) == SURE or self.budget.under >= UNTIMED
+        return len(self._times) == SURE or self.budget.looked_at >= UNTIMED
 
     @property
     def took(self) -> float | None:
@@ -152,7 +152,7 @@ class Feedback:
         Return whether any correction changed.
         """
         if (outcome.overflow or outcome.pressed or outcome.peak > self.budget.target) and hold_least(planned):
-            self.budget.under += 1
+            self.budget.looked_at += 1
             return False
         predictions = [each.predicted for each in planned if each.predicted is not None]
         # Of several kinds of iterations nobody says which one this was: what a short one left free, a long one needs.
@@ -164,7 +164,7 @@ class Feedback:
             may_grow=one_kind_or_unpredicted and not all(each.plan.keeps_everything for each in planned),
         )
         time, host = outcome.iteration_time, outcome.host
-        if time is None or self.budget.under < SETTLING or not len(planned) == len(predictions) == 1:
+        if time is None or self.budget.looked_at < SETTLING or not len(planned) == len(predictions) == 1:
             return changed  # of several kinds, it says nothing of the pace, either
         (only,), (predicted,) = planned, predictions
         believed = host is None or not self._awaits_host(predicted)

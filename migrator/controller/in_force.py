@@ -29,7 +29,7 @@ class PlansInForce:
     def __init__(self, budget: int, warned: set[str]) -> None:
         self.planned: tuple[PlannedIteration, ...] = ()
         self.traces: tuple[Trace, ...] = ()  # what `planned` is for
-        self.under = 0  # iterations under them
+        self.iterations = 0  # iterations that ended under them, and with what is predicted of them now
         self.any_yet = False  # whether there ever were any
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
         self._budget = budget
@@ -72,7 +72,7 @@ class PlansInForce:
     ) -> None:
         """Have these plans from now on, for traces with corrected times and as they were recorded."""
         self.planned, self.traces, self.recorded = planned, traces, recorded
-        self.under, self.any_yet = 0, True
+        self.iterations, self.any_yet = 0, True
 
     def forget(self) -> None:
         """Have no plans, as these cannot be executed."""

@@ -131,6 +131,11 @@ class Learner:
         return self._in_force.traces
 
     @property
+    def iterations_in_force(self) -> int:
+        """Return how many iterations have ended under `plans`, and with what is predicted of them now."""
+        return self._in_force.iterations
+
+    @property
     def varies(self) -> bool:
         """Return whether iterations of a kind differ in size more often than not."""
         return self._recordings.varies
@@ -144,10 +149,10 @@ class Learner:
             If the target is too small for any plan, and there was none yet.
         """
         self._iterations += 1
-        self._in_force.under += 1
+        self._in_force.iterations += 1
         self._static = outcome.static
         trace, time = outcome.trace, outcome.iteration_time
-        if time is not None and time.age >= self._in_force.under:
+        if time is not None and time.age >= self._in_force.iterations:
             time = None  # of an iteration under other plans
         if outcome.whole and not self._whole:
             self._whole = True
@@ -166,7 +171,7 @@ class Learner:
         unlike = outcome.mispredicted or outcome.resized
         if not asked:  # what is mispredicted while plans are made is what they are made for
             self._recordings.pass_by(self._iterations, mispredicted=unlike and had_plans)
-        if time is not None and self._in_force.under > SETTLING and not (outcome.refused or unlike):
+        if time is not None and self._in_force.iterations > SETTLING and not (outcome.refused or unlike):
             self._feedback.note(time)  # also while plans are made, which are to be better than that
         if changed or outcome.refused or asked or self._recordings.learning or not planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced

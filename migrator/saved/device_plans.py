@@ -39,15 +39,15 @@ class DevicePlans:
         self._stayed = True  # since the allocator was last told, everything stayed and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
-        self._unchanged = 0  # iterations under the plans that there are
         self._fitting = 0  # iterations, one after the other, that HBM had room for
 
     @property
     def keep_everything(self) -> bool:
         """Return whether everything stays by the plans, and long enough did."""
         # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
-        fits = self._spills and self.learner.settled and min(self._unchanged, self._fitting) > CLOSELY
-        return fits and all(plan.keeps_everything for plan in self.learner.plans)
+        fits = min(self.learner.iterations_in_force + 1, self._fitting) > CLOSELY
+        keeps = all(plan.keeps_everything for plan in self.learner.plans)
+        return self._spills and self.learner.settled and fits and keeps
 
     def begin_anew(self) -> None:
         """Forget the plans, as HBM is full, and begin an iteration that is recorded."""
@@ -118,11 +118,11 @@ class DevicePlans:
         if changed:
             self.adopt()
         self._engine.limit = self._limit(recorded=recorded)
-        self._unchanged += 1
-        if recorded or self._unchanged <= CLOSELY or not self.learner.settled:
+        under = self.learner.iterations_in_force + 1  # with this one
+        if recorded or under <= CLOSELY or not self.learner.settled:
             stands_for = 1
         else:
-            stands_for = 0 if self._unchanged % SAMPLED else SAMPLED
+            stands_for = 0 if under % SAMPLED else SAMPLED
         self._engine.compute.time_waits(stands_for)
         return stands_for
 
@@ -165,7 +165,6 @@ class DevicePlans:
         backing.reserve(self, max(plan.stored_bytes for plan in plans), largest)
         self._filling.patient = False
         self._filling.room = max(plan.room for plan in plans)
-        self._unchanged = 0
         if not compute.capturing():
             compute.renew()
         self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))

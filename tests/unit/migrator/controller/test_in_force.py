@@ -35,9 +35,9 @@ def test_plans_that_are_the_same_do_not_take_over_unless_something_was_recorded_
     assert in_force.take_over(PlanRequests(POLICIES["auto"], at_once, must_fit=True), None, afresh=False) is None
     assert take_over(in_force, REQUEST) and in_force.are_for(REQUEST.traces)
     before = in_force.plans
-    in_force.under = 5
+    in_force.iterations = 5
     assert take_over(in_force, REQUEST) is False
-    assert in_force.plans == before and in_force.under == 0, "with a prediction of which no iteration has told yet"
+    assert in_force.plans == before and in_force.iterations == 0, "with a prediction of which no iteration has told yet"
     assert take_over(in_force, REQUEST, afresh=True)
     assert not in_force.are_for((replace(MODEL),)), "but for these very traces"
 

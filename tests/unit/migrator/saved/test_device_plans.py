@@ -61,6 +61,17 @@ def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeyp
     assert rig.compute.stands_for == [1] * 2 * CLOSELY
 
 
+def test_waits_are_timed_closely_again_once_plans_stay_with_another_prediction(rig: Rig) -> None:
+    for _ in range(CLOSELY + SAMPLED):
+        run(rig, layers(2))
+    slower = PCIE_GEN5.scaled({"h2d": 0.5})
+    assert not rig.mover.plans.apply_advice(None, slower, recorded=False), "all moves, whatever the links"
+    del rig.compute.stands_for[:]
+    for _ in range(CLOSELY - 1):
+        run(rig, layers(2))
+    assert rig.compute.stands_for == [1] * (CLOSELY - 1)
+
+
 def test_a_plan_that_asks_for_more_than_there_is_below_hbm_is_carried_out_as_far_as_it_goes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
