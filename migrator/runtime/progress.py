@@ -40,30 +40,30 @@ class Progress:
         """Steps so far."""
         return self._times.count
 
-    def happened(self, what: str, **more: object) -> None:
-        """Tell the timeline, if there is one."""
+    def tell_timeline(self, what: str, **more: object) -> None:
+        """Tell the timeline what happened, if there is one."""
         if self._counters.timeline is not None:
             self._counters.timeline.happened(what, **more)
 
-    def iteration(self) -> None:
-        """An iteration is over."""
+    def count_iteration(self) -> None:
+        """Count an iteration that is over."""
         self._counters.iterations += 1
 
-    def unmanaged(self, nbytes: int) -> None:
-        """So many bytes were needed by the backward of an iteration, and no hook was told of them."""
+    def note_unmanaged(self, nbytes: int) -> None:
+        """Note bytes that the backward of an iteration needed, and of which no hook was told."""
         self._unmanaged = max(self._unmanaged, nbytes)
 
-    def planned(self, movers: Iterable[Mover]) -> None:
-        """These have new plans."""
+    def note_plans(self, movers: Iterable[Mover]) -> None:
+        """Note the new plans that these have."""
         self._times.planned()
         self._counters.planned()
         for mover in movers if self._counters.timeline is not None else ():
             for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
                 device = str(mover.engine.compute.device)
-                self.happened(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
+                self.tell_timeline(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
 
-    def step(self, *, leads: bool) -> None:
-        """An optimizer has made a step, and it may be the one that leads."""
+    def count_step(self, *, leads: bool) -> None:
+        """Count a step of an optimizer, which may be the one that leads."""
         self._rounds += leads
         if leads and self._rounds == UNHEARD and not self._counters.iterations and self._devices.opened:
             log.warning(

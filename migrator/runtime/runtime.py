@@ -199,7 +199,7 @@ class Runtime:
         self._learned = self.learned
         self._advice.forget()
         if saver.wake():
-            self._progress.happened("hbm was full")
+            self._progress.tell_timeline("hbm was full")
             if self._savers.is_alone:
                 for mover in saver.movers.armed:
                     mover.engine.compute.pass_by(counts=False)
@@ -236,7 +236,7 @@ class Runtime:
     # -------------------------------------------------------------------------- iterations and steps
 
     def _iteration_over(self, saver: Saver) -> None:
-        self._progress.iteration()
+        self._progress.count_iteration()
         whole, saver.steps_before = saver.steps_before > 0, self._progress.steps
         advice = self._advice.iteration_over(saver.movers.armed)
         changed = False
@@ -248,10 +248,10 @@ class Runtime:
             device = mover.engine.compute.device
             threads = max(1, sum(device in other.movers.by_device for other in self._savers))
             overflow = 0 if pages is None else pages.overflow(device) // threads
-            self._progress.unmanaged(mover.unmanaged)
+            self._progress.note_unmanaged(mover.unmanaged)
             recorded = mover.recorder is not None
             if overflow:
-                self._progress.happened("hbm was full", device=str(device), bytes=overflow)
+                self._progress.tell_timeline("hbm was full", device=str(device), bytes=overflow)
             try:
                 changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
                 changed |= advice is not None and mover.plans.apply_advice(*advice, recorded=mover.recorder is not None)
@@ -259,7 +259,7 @@ class Runtime:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
             if mover.recorder is not None and not recorded:
-                self._progress.happened("learns anew", device=str(device))
+                self._progress.tell_timeline("learns anew", device=str(device))
         movers = saver.movers.armed
         for mover in movers:
             if mover.plans.room.pays_back():
@@ -268,7 +268,7 @@ class Runtime:
             self._tell_pages(pages, saver, new)
         if changed:
             if not self.closed:  # else they are never carried out
-                self._progress.planned(movers)
+                self._progress.note_plans(movers)
             saver.adopt(action for mover in movers for action in mover.actions())
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
@@ -292,7 +292,7 @@ class Runtime:
         """Take note that an optimizer has made a step."""
         self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
-        self._progress.step(leads=leads)
+        self._progress.count_step(leads=leads)
         # Later only of new ones: there may be one for each parameter.
         if self._progress.steps <= FIRST_STEPS or optimizer not in self._optimizers:
             self._optimizers.count(optimizer)
@@ -303,7 +303,7 @@ class Runtime:
         if saver is not None and saver.resting:
             saver.place.in_backward = False
             if leads:
-                self._progress.iteration()
+                self._progress.count_iteration()
                 self._advice.iteration_passed()
                 if self._savers.is_alone:  # others ask for themselves what has flushed
                     for mover in saver.movers.armed:
@@ -324,7 +324,7 @@ class Runtime:
         if self._savers.is_alone:  # of several threads one alone would see that HBM is full
             saver.rest_if_idle()
             if saver.resting:
-                self._progress.happened("hooks rest")
+                self._progress.tell_timeline("hooks rest")
 
     # ----------------------------------------------------------------------------------- numbers
 
