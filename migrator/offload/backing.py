@@ -23,8 +23,8 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.offload.guards import Guards
-from torch_tiers.migrator.offload.other_processes import OtherProcesses
 from torch_tiers.migrator.offload.stored import StoredGroup
+from torch_tiers.migrator.offload.wait_for_others import WaitForOthers
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -75,7 +75,7 @@ class Backing:
         self._warned_of_beyond = False
         self.at_shortage: Callable[[], None] = lambda: None  # called when that is said
         self._lock = threading.RLock()
-        self._others = OtherProcesses(dram, threading.Condition(self._lock))
+        self._others = WaitForOthers(dram, threading.Condition(self._lock))
         self.has_disk = nvme is not None
         self.users: set[User] = set()  # which have groups here; held, or what they have here would outlive them
 
@@ -96,14 +96,17 @@ class Backing:
         with self._lock:
             self._largest = max(self._largest, nbytes)
             deadline = self._others.deadline() if insist else 0.0
-            block = self._find_block(nbytes, deadline)
-            while most := self._stranded():
-                if not (self._reap() or self._wait_for_disk() or self._others.wait(most, deadline)):
-                    self._dram.free(block)
-                    raise self._full(nbytes)
-            stored.after = self._put(stored, block)
+            stored.after = self._put(stored, self._find_block(nbytes, deadline))
+            try:
+                while most := self._stranded():
+                    if not (self._reap() or self._wait_for_disk() or self._others.wait(most, deadline)):
+                        self._free_block(stored)  # which has the error not count it
+                        raise self._full(nbytes)
+                self._demote_ahead()
+            except BaseException:  # such as the error of another group's write
+                self._free_block(stored)  # of which nobody else knows
+                raise
             self._counters.groups += 1
-            self._demote_ahead()
         return stored
 
     def filled(self, stored: StoredGroup) -> None:
@@ -118,7 +121,7 @@ class Backing:
             self._in_dram.pop(stored, None)
             self._dropped.append(stored)
             if self._disk is not None:
-                self._disk.drop(stored)
+                self._disk.abandon(stored)
             self._reap()
 
     def _find_block(self, nbytes: int, deadline: float = 0.0) -> DramBlock:
@@ -226,8 +229,7 @@ class Backing:
         nvme, dram = self._nvme, self._dram
         if nvme is None or nbytes > dram.capacity:
             return TierFull("dram", None, nbytes, dram.used, dram.capacity, dram.others)
-        used, capacity = dram.used + nvme.used, dram.capacity + nvme.capacity
-        return TierFull("dram and nvme", nvme.where, nbytes, used, capacity, dram.others)
+        return TierFull("dram and nvme", nvme.where, nbytes, dram.used + nvme.used, self.capacity, dram.others)
 
     # ------------------------------------------------------------------------------ DRAM to NVMe
 
@@ -301,8 +303,7 @@ class Backing:
         with self._lock:
             self._reap()
             if stored.block is None:
-                block = self._dram.allocate(stored.nbytes)
-                if block is None:
+                if (block := self._dram.allocate(stored.nbytes)) is None:
                     return False
                 self._read_into(stored, block)
         return True

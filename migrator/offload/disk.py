@@ -101,7 +101,7 @@ class Disk:
         self._readers.read(request)
         stored.reading = future
 
-    def drop(self, stored: StoredGroup) -> None:
+    def abandon(self, stored: StoredGroup) -> None:
         """Take note that nobody will read a stored group again; `free` it once no request uses it."""
         self._kept.pop(stored, None)
         if stored.writing is not None:

@@ -495,6 +495,33 @@ def test_any_error_of_a_write_keeps_the_bytes(make: Make) -> None:
     assert contents(backing, stored_groups[0]) == {0}
 
 
+def test_an_error_of_another_group_s_write_leaks_no_block_of_a_new_group(make: Make, arena: DramArena) -> None:
+    store = HandStore(3 * PAGE)
+    backing = make(store)
+    backing.reserve(owner := Owner(), 8 * NBYTES)  # nothing is written ahead
+    large, small = put(backing, 0, 0, nbytes=2 * PAGE), put(backing, 1, 0)
+    large.tier = small.tier = "nvme"
+    backing.filled(large)
+    assert eventually(lambda: len(store.writes) == 1)
+    backing.filled(small)
+    assert eventually(lambda: len(store.writes) == 2)
+    store.writes[0].set_result(None)
+    assert eventually(lambda: large.writing is not None and large.writing.done())
+    backing.read_ahead(small)  # looks after what is written
+    assert on_disk_only(large)
+    store.writes[1].set_exception(RuntimeError("a bug"))
+    assert eventually(lambda: small.writing is not None and small.writing.done())
+    taken = [arena.allocate(PAGE) for _ in range(6)]  # but for one, which the large group could not come back into
+    used = arena.used
+    with pytest.raises(RuntimeError, match="a bug"):
+        backing.new(NBYTES, 0)
+    assert arena.used == used == 7 * PAGE
+    for block in taken:
+        assert block is not None
+        arena.free(block)
+    del owner
+
+
 def test_a_read_that_fails_is_an_error_and_leaks_nothing(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)

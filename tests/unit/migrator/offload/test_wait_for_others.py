@@ -11,7 +11,7 @@ from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.sizes import PAGE
-from torch_tiers.migrator.offload import other_processes
+from torch_tiers.migrator.offload import wait_for_others
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -50,7 +50,7 @@ def test_while_one_waits_for_others_the_other_threads_go_on() -> None:
 
 
 def test_nobody_waits_for_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_processes, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(wait_for_others, "LONGEST_WAIT", 0.1)
     arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(0, ""))
     backing = Backing(arena, None, Counters())
     with pytest.raises(TierFull):
@@ -61,7 +61,7 @@ def test_nobody_waits_for_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_waited_for_in_vain_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of a step would have taken ten seconds."""
-    monkeypatch.setattr(other_processes, "LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(wait_for_others, "LONGEST_WAIT", 0.2)
     arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(0, ""))
     backing = Backing(arena, None, Counters())
     began = time.monotonic()

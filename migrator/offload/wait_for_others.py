@@ -13,7 +13,7 @@ log = logging.getLogger("tiers")
 LONGEST_WAIT = 10.0  # seconds for others to give memory back that a plan counts on
 
 
-class OtherProcesses:
+class WaitForOthers:
     """Waits until other processes give memory back, unless one wait was in vain.
 
     Parameters
