@@ -58,6 +58,7 @@ class Recorder {
     record_->calls.reserve(steps_.before() + steps_.before() / 8);
     record_->uses.reserve(uses_before_ + uses_before_ / 8);
     record_->thread = thread_ = this_thread();
+    inside_ = 0;
     states_.begin(*record_);
     steps_.begin();
     record_->began = now();
@@ -72,6 +73,8 @@ class Recorder {
     std::lock_guard lock(mutex_);
     if (!record_) return nullptr;
     recording = false;
+    // A backward that raises in one thread returns while its other threads are still in an operator.
+    if (inside_) record_->broken = "an operator was still running when it ended";
     states_.settle_all();
     auto record = std::move(record_);
     steps_.end(record->calls);
@@ -118,6 +121,7 @@ class Recorder {
       return false;
     }
     scratch.busy = true;
+    ++inside_;
     open.before = now();
     record_->calls[open.call].before = uint32_t(open.before - open.entered);
     return true;
@@ -128,7 +132,12 @@ class Recorder {
     Scratch &scratch = scratch_of_thread();
     scratch.busy = false;
     std::lock_guard lock(mutex_);
-    if (!record_ || number_ != open.record) return;
+    if (!record_) return;
+    if (number_ != open.record) {
+      record_->broken = "an operator was running before it began";
+      return;
+    }
+    --inside_;
     try {
       note_outputs(scratch, stack, open, raised);
     } catch (...) {
@@ -390,6 +399,7 @@ class Recorder {
   std::atomic<uint32_t> thread_ = UINT32_MAX;
   uint64_t number_ = 0;
   bool with_states_ = false;
+  uint32_t inside_ = 0;  // calls of this record that are under way
   Table table_;
   States states_;
   Steps steps_;

@@ -171,6 +171,33 @@ def test_what_a_checkpoint_computes_again_is_in_backward(recorder: Recorder) -> 
     assert [each.in_backward for each in tape.operators if each.name == "aten::cos"].count(True) >= 1
 
 
+def test_a_record_is_broken_by_an_operator_that_runs_past_its_end_or_into_it(recorder: Recorder) -> None:
+    """As the threads of a backward do that raised in one of them: nobody counts what it writes then."""
+    ended: list[Tape | None] = []
+    x = torch.zeros(3)
+
+    def write(x: Tensor) -> None:
+        for target in (lambda: ended.append(recorder.end()), recorder.begin):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        x.add_(1)
+
+    with torch.library._scoped_library("tiers_reach", "FRAGMENT") as library:
+        library.define("write(Tensor(a!) x) -> ()")
+        library.impl("write", write, "CPU")
+        recorder.begin()
+        torch.ops.tiers_reach.write(x)
+    ended.append(recorder.end())
+    assert [tape and tape.broken for tape in ended] == [
+        "an operator was still running when it ended",
+        "an operator was running before it began",
+    ]
+    recorder.begin()
+    x.sin()
+    assert names(end(recorder)) == ["sin"], "the next one is sound"
+
+
 def test_threads_at_work_do_not_disturb_each_other(recorder: Recorder) -> None:
     stop = threading.Event()
 
