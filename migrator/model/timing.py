@@ -41,7 +41,7 @@ class IterationTime(NamedTuple):
 
 
 class HookTime(NamedTuple):
-    """The host time of the hooks for saved tensors, in seconds, by what was done with the tensor.
+    """The host time of our C++ part, in seconds: of the hooks for saved tensors, by what was done with the tensor.
 
     Attributes
     ----------
@@ -49,12 +49,15 @@ class HookTime(NamedTuple):
         For tensors that stay, that move, and that are recomputed.
     groups : float
         For whole groups, within the same hooks; not part of the others.
+    calls : float
+        For calls of modules.
     """
 
     stays: float
     moves: float
     remade: float
     groups: float
+    calls: float = 0.0
 
 
 class HostTime(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
+from torch_tiers.migrator.saved.tensors import Calls
 from torch_tiers.migrator.streams import peaks
 from torch_tiers.migrator.streams.host import HostCompute
 
@@ -97,6 +99,7 @@ def uninstall() -> None:
     """Undo `install`."""
     global _active
     _active = None
+    _take_the_long_way()
     while _handles:
         _handles.pop().remove()
     _autograd._saved_tensors_hooks_disable = _plain_disable
@@ -121,14 +124,13 @@ def _stand_before_calls() -> None:
 
     @wraps(plain)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
-        # Whoever has kept this function may call it when it is of no session any more. And TorchScript's tracer would
-        # take the operators that we try for the program's.
-        if is_compiling() or _our_call is not call or torch._C._get_tracing_state() or not _enter(self):
+        # Whoever has kept this function may call it when it is of no session any more.
+        if is_compiling() or _our_call is not call or not _to_enter(self):
             return plain(self, *args, **kwargs)
         try:
             return plain(self, *args, **kwargs)
         finally:  # also after an exception: the path of modules must not keep what was left
-            _leave()
+            _to_leave()
 
     call.__qualname__ = "Module.__call__"  # by which pickle finds it
     nn.Module.__call__ = _our_call = call  # type: ignore[method-assign]
@@ -156,12 +158,29 @@ def _tell_dynamo(old: Any, new: Any) -> None:
 
 
 def _enter(module: nn.Module) -> bool:
-    return _active is not None and _active.enter(module)
+    # TorchScript's tracer would take the operators that we try for the program's.
+    return _active is not None and not torch._C._get_tracing_state() and _active.enter(module)
 
 
 def _leave() -> None:
     if _active is not None:
         _active.leave()
+
+
+_to_enter: Callable[[nn.Module], bool] = _enter
+_to_leave: Callable[[], None] = _leave
+
+
+def shorten(way: Callable[[Callable[[nn.Module], bool], Callable[[], None]], Calls]) -> None:
+    """Have calls of modules pass through what `way` makes of the two functions that it is a shortcut in front of."""
+    global _to_enter, _to_leave
+    calls = way(_enter, _leave)
+    _to_enter, _to_leave = calls.enter, calls.leave
+
+
+def _take_the_long_way() -> None:
+    global _to_enter, _to_leave
+    _to_enter, _to_leave = _enter, _leave
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -229,6 +248,7 @@ def _after_fork() -> None:
     if _active is not None:
         _active.forked()
         _active, _left_behind = None, True
+        _take_the_long_way()
 
 
 def _say_left_behind() -> None:

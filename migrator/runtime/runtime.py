@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -109,15 +109,11 @@ class Runtime:
         return self._savers.thread.saver
 
     def enter(self, module: nn.Module) -> bool:
-        """Take note that a forward begins in this thread; return whether `leave` is to be called when it ends."""
-        # A model has hundreds of modules, and the device may be waiting for the host: within a forward, as most are
-        # called, no function is called that could be spared.
-        began, saver = time.perf_counter(), self._savers.thread.saver
-        if saver is None or saver.resting or not saver.modules.stack:
-            return self._time.timed(self._enter, module)
-        saver.enter(module)
-        self._time.ours += time.perf_counter() - began
-        return True
+        """Take note that a forward begins in this thread; return whether `leave` is to be called when it ends.
+
+        Most calls of modules within others do not come here: see `migrator/saved/native/calls.h`.
+        """
+        return self._time.timed(self._enter, module)
 
     def _enter(self, module: nn.Module) -> bool:
         saver = self._savers.thread.saver or self._arm()
@@ -135,10 +131,9 @@ class Runtime:
 
     def leave(self) -> None:
         """Take note that a forward ends in this thread, also when it raised."""
-        began, saver = time.perf_counter(), self._savers.thread.saver
+        saver = self._savers.thread.saver
         if saver is not None and not saver.resting:
-            saver.leave()
-            self._time.ours += time.perf_counter() - began
+            self._time.timed(saver.leave)
 
     def _arm(self) -> Saver | None:
         if not make_way():
@@ -153,6 +148,7 @@ class Runtime:
         called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         self._savers.switch_on(saver)
+        entry.shorten(partial(self._tensors.calls, saver, saver.modules))
         self.armed = True
         self.options.armed()
         return saver

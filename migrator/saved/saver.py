@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -125,20 +126,9 @@ class Saver(OnStack):
 
     def enter(self, module: nn.Module) -> None:
         """A forward begins."""
-        # A model has hundreds of modules and the device waits for none of them: each call of a function that is spared
-        # here, and in `leave`, is a tenth of a millisecond of a step.
-        modules, place = self.modules, self.place
-        node = modules.nodes.get(id(module))
-        if place.recording:
-            with self.movers.between():
-                self._enter(module)
-        elif node is None or not modules.stack:
+        with self.movers.between() if self.place.recording else nullcontext():
             self._enter(module)
-        else:
-            modules.stack.append(place.here)
-            place.here = node
-        if place.bypass or self.bypassed:
-            self._bypass_or_not()
+        self._bypass_or_not()
 
     def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
@@ -163,14 +153,13 @@ class Saver(OnStack):
 
     def leave(self) -> None:
         """A forward ends, also by an exception."""
-        place, stack = self.place, self.modules.stack
-        if stack:
-            place.here = stack.pop()
-        if place.bypass or self.bypassed:
-            self._bypass_or_not()
+        self.modules.leave()
+        self._bypass_or_not()
 
     def _bypass_or_not(self) -> None:
         place = self.place
+        if not place.bypass and not self.bypassed:
+            return
         bypass = place.bypass.get(place.here.path, False) if not place.in_backward else False
         if bypass is not None and bypass is not self.bypassed:
             self.bypass(bypass)

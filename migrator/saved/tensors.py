@@ -5,14 +5,15 @@ Types only. Functions that handle whole groups are elsewhere. Whoever needs the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_tiers.migrator.model.timing import HookTime
 from torch_tiers.migrator.offload.group import Claim, Saved
 from torch_tiers.migrator.offload.tensors import Tensors
-from torch_tiers.migrator.program.sites import Place
+from torch_tiers.migrator.program.sites import Modules, Place
 from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.recording.storages import Storages
 from torch_tiers.migrator.saved.actions import Action, Go, Moved, Owner
@@ -20,6 +21,16 @@ from torch_tiers.migrator.saved.stack import Hooks, OnStack
 
 _Moved: TypeAlias = Moved  # within `HookTensors` these names are those of its functions
 _Storages: TypeAlias = Storages
+
+
+class Calls(Protocol):
+    """What the program's calls of modules pass through."""
+
+    def enter(self, module: nn.Module, /) -> bool:
+        """A module is called; whether `leave` is to be called after that."""
+
+    def leave(self) -> None:
+        """It returns, or raises."""
 
 
 class HookTensors(Tensors, Protocol):
@@ -43,6 +54,14 @@ class HookTensors(Tensors, Protocol):
         """What PyTorch is to call for `saver`: a shortcut in front of its own methods.
 
         That goes by where the thread is, and by that storages of fewer than `least` bytes stay.
+        """
+
+    def calls(
+        self, saver: OnStack, modules: Modules[Action], enter: Callable[[nn.Module], bool], leave: Callable[[], None]
+    ) -> Calls:
+        """What is to be called around calls of modules: a shortcut in front of `enter` and `leave`.
+
+        It is for the thread that asks for it, in which the hooks of `saver` are, and does not keep that alive.
         """
 
     def spent(self) -> HookTime:

@@ -15,7 +15,7 @@ MODULE = ExtensionModule(
     name=f"{__name__}.tensors",
     title="the C++ part of the hooks",
     source=_HERE / "tensors.cpp",
-    headers=tuple(_HERE / name for name in ("dropped.h", "hooks.h", "moved.h", "object.h", "slots.h", "storages.h")),
+    headers=tuple(sorted(_HERE.glob("*.h"))),
 )
 
 

@@ -22,7 +22,7 @@ namespace {
 struct Slots {
   PyTypeObject *stay_type, *go_type, *recompute_type;
   struct {
-    Py_ssize_t here, iteration, agenda, recording, in_backward;
+    Py_ssize_t here, iteration, agenda, recording, in_backward, bypass;
   } place;
   struct {
     Py_ssize_t path, iteration, count, agenda, actions, noted;
@@ -67,7 +67,7 @@ PyMemberDef hook_members[] = {
 
 PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.saved.native.Hook", sizeof(Hook)};
 
-enum Kind { kStays, kMoves, kRemade, kGroups, kKinds };  // the fields of `timing.HookTime`
+enum Kind { kStays, kMoves, kRemade, kGroups, kCalls, kKinds };  // the fields of `timing.HookTime`
 
 // For how long hooks have kept the host so far, by what they did. All threads hold the interpreter's lock when they
 // add to that, but may let go of it within a hook: which kind a thread is at, and since when, is its own.
@@ -104,8 +104,8 @@ PyObject *spent(PyObject *, PyObject *) {
   THPObjectPtr timing(PyImport_ImportModule("torch_tiers.migrator.model.timing"));
   THPObjectPtr hooks(timing ? PyObject_GetAttrString(timing, "HookTime") : nullptr);
   if (!hooks) return nullptr;
-  return PyObject_CallFunction(hooks, "dddd", Spent::seconds(kStays), Spent::seconds(kMoves), Spent::seconds(kRemade),
-                               Spent::seconds(kGroups));
+  return PyObject_CallFunction(hooks, "ddddd", Spent::seconds(kStays), Spent::seconds(kMoves), Spent::seconds(kRemade),
+                               Spent::seconds(kGroups), Spent::seconds(kCalls));
 }
 
 // charge(kind): what this thread does from now on within a hook is of that kind; the one that it was of.
@@ -299,7 +299,7 @@ Slots slots_of(PyObject *place) {
       reinterpret_cast<PyTypeObject *>(go.get()),
       reinterpret_cast<PyTypeObject *>(recompute.get()),
       {slot_of(of, "here"), slot_of(of, "iteration"), slot_of(of, "agenda"), slot_of(of, "recording"),
-       slot_of(of, "in_backward")},
+       slot_of(of, "in_backward"), slot_of(of, "bypass")},
       {slot_of(node, "path"), slot_of(node, "iteration"), slot_of(node, "count"), slot_of(node, "agenda"),
        slot_of(node, "actions"), slot_of(node, "noted")},
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},

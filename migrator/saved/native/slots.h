@@ -36,7 +36,8 @@ struct Names {
            *restore = PyUnicode_InternFromString("restore"), *drop = PyUnicode_InternFromString("drop"),
            *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString(""),
            *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
-           *makes = PyUnicode_InternFromString("makes"),
+           *makes = PyUnicode_InternFromString("makes"), *resting = PyUnicode_InternFromString("resting"),
+           *bypassed = PyUnicode_InternFromString("bypassed"), *bypass = PyUnicode_InternFromString("bypass"),
            *not_counted = PyTuple_Pack(1, THPObjectPtr(PyUnicode_InternFromString("count")).get());
 };
 

@@ -9,6 +9,7 @@
 //
 // One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to
 // compile, and somebody waits for that.
+#include "calls.h"
 #include "hooks.h"
 #include "moved.h"
 #include "storages.h"
@@ -26,6 +27,7 @@ PyMethodDef functions[] = {
     {"counter", make_counter, METH_O, nullptr},
     {"view", fast(make_view), METH_FASTCALL, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
+    {"calls", fast(make_calls), METH_FASTCALL, nullptr},
     {"spent", spent, METH_NOARGS, nullptr},
     {"charge", charge, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -45,7 +47,8 @@ PyMODINIT_FUNC PyInit_tensors() {
                      prepare<Known>(known_type, known_members, known_getters, known_methods) &&
                      prepare<Storages>(storages_type, nullptr, nullptr, storages_methods) &&
                      prepare<Moved>(moved_type, moved_members, moved_getters, moved_methods) &&
-                     prepare<Hook>(hook_type, hook_members, nullptr, nullptr);
+                     prepare<Hook>(hook_type, hook_members, nullptr, nullptr) &&
+                     prepare<Calls>(calls_type, nullptr, nullptr, calls_methods);
   return ready ? PyModule_Create(&module) : nullptr;
   END_HANDLE_TH_ERRORS
 }

@@ -14,34 +14,11 @@ from torch_tiers.allocator.extensions.extension import CannotBuild
 from torch_tiers.allocator.extensions.extension_module import ExtensionModule
 
 _HERE = Path(__file__).parent
-_HEADERS = (
-    "clock.h",
-    "closure.h",
-    "closures.h",
-    "devices.h",
-    "effects.h",
-    "forms.h",
-    "interceptor.h",
-    "key.h",
-    "keys.h",
-    "object.h",
-    "packs.h",
-    "recipe.h",
-    "record.h",
-    "recorder.h",
-    "replay.h",
-    "search.h",
-    "states.h",
-    "steps.h",
-    "unset.h",
-    "watch.h",
-)
-
 MODULE = ExtensionModule(
     name=f"{__name__}.tape",
     title="the recorder of operators",
     source=_HERE / "tape.cpp",
-    headers=tuple(_HERE / name for name in _HEADERS),
+    headers=tuple(sorted(_HERE.glob("*.h"))),
 )
 
 Record: TypeAlias = Any  # a capsule

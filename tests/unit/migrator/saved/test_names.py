@@ -9,6 +9,7 @@ from tests.unit.rig import Rig
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.saved import native
 from torch_tiers.migrator.saved.saver import Saver
+from torch_tiers.migrator.saved.stack import OnStack
 from torch_tiers.migrator.streams import Compute
 
 NAMED = re.compile(r'InternFromString\("(\w+)"\)')
@@ -26,6 +27,7 @@ def test_every_name_that_cpp_calls_is_a_method_or_attribute_of_what_it_is_called
         "capturing": Compute,
         **dict.fromkeys(("drop", "note"), Saver),
         **dict.fromkeys(("inputs", "run", "makes"), Replay),
+        **dict.fromkeys(("resting", "bypassed", "bypass"), OnStack()),
     }
     header = Path(native.__file__).with_name("slots.h").read_text()
     assert set(NAMED.findall(header)) - ARGUMENTS == called_on.keys()

@@ -16,6 +16,7 @@ from tests.unit.natively import built
 from torch_tiers.migrator.model.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.recompute.verified import Verified
+from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.saved.actions import Action, Go, Moved, Recompute, Stay
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.movable import MIN_BYTES
@@ -316,7 +317,7 @@ def test_an_iteration_that_ends_with_an_error_is_followed_by_one_that_is_recorde
     rig.saver.movers.by_device[torch.device("cpu")] = rig.mover
 
     def raises(saver: Saver) -> None:
-        rig.mover.recorder = object()
+        rig.mover.recorder = Recorder(set())
         raise RuntimeError("no plan fits")
 
     rig.saver._iteration_over = raises
