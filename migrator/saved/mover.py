@@ -255,7 +255,7 @@ class Mover:
         Parameters
         ----------
         whole, overflow, host
-            See `Learner.iteration_over`.
+            See `migrator.controller.outcome.IterationOutcome`.
         alone : bool
             Whether no other thread trains on this device, so that iterations do not overlap.
         """
