@@ -76,15 +76,18 @@ def _times(axes: Axes, why: Why) -> None:
 def _beside(axes: Axes, title: str, pairs: Pairs) -> None:
     """Draw pairs of bars, without those that are both 0."""
     there = {name: pair for name, pair in pairs.items() if any(pair)}
+    axes.set_title(title)
     if not there:
+        axes.set_axis_off()
         axes.text(0.5, 0.5, "nothing", ha="center", va="center", transform=axes.transAxes)
-    unit, unit_name = unit_of(max((max(pair) for pair in there.values()), default=0))
+        return
+    highest = max(max(pair) for pair in there.values())
+    unit, unit_name = unit_of(highest)
     at = np.arange(len(there))
     for offset, number, label, colour in ((-0.2, 0, "predicted", "hbm"), (0.2, 1, "measured", "other")):
         axes.bar(
             at + offset, [pair[number] / unit for pair in there.values()], 0.38, color=COLOURS[colour], label=label
         )
     axes.set_xticks(at, list(there))
-    axes.set(title=title, ylabel=unit_name, xlim=(-0.6, max(1, len(there)) - 0.4))
-    axes.set_ylim(0, 1.3 * max((max(pair) for pair in there.values()), default=unit) / unit)
+    axes.set(ylabel=unit_name, xlim=(-0.6, len(there) - 0.4), ylim=(0, 1.3 * highest / unit))
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize="x-small")
