@@ -148,7 +148,10 @@ def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
         trace = read_json(directory / TRACE, trace_json.read)
         check_match(plan, trace)
         direct = bool(stats["moved"].get("gds_write"))  # which those of earlier versions do not tell of
-        links = known_links({}, disk=bool(stats["budget"]["nvme"]), direct=direct)
+        dram, drive = stats["budget"].get("dram"), stats["budget"]["nvme"] or 0
+        # What DRAM does not hold goes on to the drive, which takes many times as long.
+        below = None if dram is None else dram + drive
+        links = known_links({}, disk=bool(drive), direct=direct, below=below, dram=dram)
     except (
         TiersError,
         BadField,

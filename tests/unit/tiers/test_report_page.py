@@ -167,6 +167,14 @@ def test_numbers_of_a_gpu_without_its_plan_are_enough(tmp_path: Path) -> None:
     assert "the budget was 20.0 GiB" in section(page(tmp_path / "run"), "answer")
 
 
+def test_what_dram_does_not_hold_is_drawn_on_the_drive(run: Path) -> None:
+    assert "nvme" not in section(page(run), "groups")
+    change(run / NUMBERS, budget={"hbm": 50 * MiB, "dram": 16 * MiB, "nvme": 1024 * MiB})
+    text = page(run)
+    assert "nvme" in section(text, "groups")
+    assert "disk_write" in section(text, "lanes")
+
+
 # -------------------------------------------------------------------------------------- others' text, and much
 
 

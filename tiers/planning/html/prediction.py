@@ -88,6 +88,6 @@ def _beside(axes: Axes, title: str, pairs: Pairs) -> None:
         axes.bar(
             at + offset, [pair[number] / unit for pair in there.values()], 0.38, color=COLOURS[colour], label=label
         )
-    axes.set_xticks(at, list(there))
+    axes.set_xticks(at, [name.replace("_", "\n") for name in there])
     axes.set(ylabel=unit_name, xlim=(-0.6, len(there) - 0.4), ylim=(0, 1.3 * highest / unit))
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize="x-small")
