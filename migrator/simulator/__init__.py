@@ -89,7 +89,9 @@ class Simulated:
         return self.ideal / self.seconds if self.seconds else 1.0
 
 
-def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None = None) -> Simulated:
+def simulate(
+    trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None = None, machine: Machine | None = None
+) -> Simulated:
     """Play one step of `trace` under `plan`.
 
     Parameters
@@ -102,10 +104,12 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
         What is kept, moved and recomputed.
     outcome : Effect, optional
         What the plan's choice brings about, where it is known already.
+    machine : Machine, optional
+        The machine that it runs on, where somebody wants to see what that does when.
     """
     if outcome is None:
         outcome = effect(trace, {trace.by_key[key].storage for key in plan.recompute})
-    return _Step(trace, links, plan, outcome).run()
+    return _Step(trace, links, plan, outcome, machine or Machine(links, trace.lead)).run()
 
 
 @dataclass(slots=True)
@@ -120,11 +124,11 @@ class _Events:
 
 
 class _Step:
-    def __init__(self, trace: Trace, links: Links, plan: Plan, outcome: Effect) -> None:
+    def __init__(self, trace: Trace, links: Links, plan: Plan, outcome: Effect, machine: Machine) -> None:
         self.trace, self.links, self.plan, self.outcome = trace, links, plan, outcome
         self.clocks = trace.clocks or Clocks(durations(trace).tolist(), [0.0] * (trace.positions + 1))
         self.hooks = self._hooks()  # seconds for which they keep the host in each stretch
-        self.machine = Machine(links, trace.lead)
+        self.machine = machine
         self.held = {held.holders[0].key: held for held in outcome.held.values()}
         self.resident = 0
         self.recomputing = 0.0
@@ -243,9 +247,7 @@ class _Step:
 
     def _offload(self, group: Group) -> None:
         machine, seconds = self.machine, self.links.calls.group
-        if self.trace.clocks is None:  # the host has no clock of its own: the step's tells of what it does
-            machine.now += seconds
-        machine.host += seconds
+        machine.call(seconds, is_device=self.trace.clocks is None)  # without a clock the step's tells of what it does
         self.calls += seconds
         group.leave(machine)
         self.leaving.append(group)

@@ -39,6 +39,12 @@ class Machine:
         now += busy
         self.now = now if now > self.host else self.host
 
+    def call(self, seconds: float, *, is_device: bool) -> None:
+        """Have the host do something for us; where it is the device, too, the program waits for that."""
+        self.host += seconds
+        if is_device:
+            self.now += seconds
+
     def wait(self, until: float, lane: str) -> None:
         """Have the device wait for a copy on a lane."""
         if until > self.now:

@@ -13,11 +13,14 @@ from rich.table import Table
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
+from torch_tiers.cli import report_html
 from torch_tiers.cli.run_files import known_links, read_json
 from torch_tiers.cli.verb import CliError, print_json, print_tables
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import BadField
+from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.planning import answer, why
 from torch_tiers.planning.stats import stats_from_json
@@ -39,9 +42,15 @@ class ReportVerb:
         parser.add_argument(
             "run_dir", type=Path, metavar="RUN_DIR", help="a directory that TIERS_RUN named, or its stats.json"
         )
+        parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a page about it: one HTML file")
+        parser.add_argument("--png", type=Path, metavar="DIR", help="write the page's figures as pictures")
+        parser.add_argument("--force", action="store_true", help="replace an existing page or pictures")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Read and print."""
+        """Read and print, or write a page."""
+        drawn = args.output is not None or args.png is not None
+        if drawn:
+            report_html.check(args.output, args.png, force=args.force)
         try:
             path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
             if path.name in (PLAN, TRACE):
@@ -52,6 +61,11 @@ class ReportVerb:
                 f"{args.run_dir} cannot be read: {error.strerror}; name a directory that this user may read"
             ) from None
         account = _account(path.parent, stats)
+        if drawn:
+            written = _draw(path.parent, stats, account, args)
+            if not args.json:
+                print_tables([f"{file}: {format_size(file.stat().st_size)}" for file in written])
+                return 0
         if args.json:
             print_json(stats | (account.to_json() if isinstance(account, Account) else {}))
             return 0
@@ -70,6 +84,9 @@ class Account:
 
     answer: answer.Answer
     why: why.Why
+    trace: Trace
+    plan: Plan
+    links: Links
 
     def to_json(self) -> dict[str, Any]:
         """Both as JSON."""
@@ -131,14 +148,37 @@ def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
         trace = read_json(directory / TRACE, trace_json.read)
         check_match(plan, trace)
         direct = bool(stats["moved"].get("gds_write"))  # which those of earlier versions do not tell of
-        links = known_links({}, disk=bool(stats["budget"]["nvme"]), direct=direct)
+        dram, drive = stats["budget"].get("dram"), stats["budget"]["nvme"] or 0
+        # What DRAM does not hold goes on to the drive, which takes many times as long.
+        below = None if dram is None else dram + drive
+        links = known_links({}, disk=bool(drive), direct=direct, below=below, dram=dram)
     except (
         TiersError,
         BadField,
     ) as error:  # of a trace of another version, or of a configuration, of which stats need nothing
         return [f"no account of the plan: {error}"]
     account = why.why(trace, plan, links, stats)
-    return Account(answer.answer_of(trace, links, stats, account), account)
+    return Account(answer.answer_of(trace, links, stats, account), account, trace, plan, links)
+
+
+def _draw(directory: Path, stats: dict[str, Any], account: Account | list[str], args: argparse.Namespace) -> list[Path]:
+    """Write the page and the pictures that are asked for; the files that these are."""
+    from torch_tiers.planning.html.drawn import styled
+    from torch_tiers.planning.html.planned import planned
+    from torch_tiers.planning.html.report import sections
+
+    tables = [*render(stats), *(why.render(account.why) if isinstance(account, Account) else account)]
+    if isinstance(account, Account):
+        plan = planned(account.trace, account.plan, account.links, account.why, account.answer)
+        head = [*answer.render(account.answer)]
+    else:
+        plan, budget, peak = None, stats["budget"]["hbm"], stats["peak"]["hbm"]
+        ran = f"the budget was {format_size(budget)}, and the peak of the whole run {format_size(peak)}"
+        head = [ran, *(account or ["the run left no plan"])]
+    with styled():
+        made = sections(stats, report_html.history_of(directory), plan)
+        name = directory.resolve().name
+        return report_html.write(args.output, args.png, name, head, tables, made, force=args.force)
 
 
 def _step(step: dict[str, Any]) -> str:

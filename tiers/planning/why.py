@@ -93,7 +93,7 @@ def to_json(why: Why) -> dict[str, Any]:
         "recomputing_s": None if why.varies else result.recomputing,
         "stalls_s": None if why.varies else dict(result.stalls),
         "beside_lanes_s": None if why.varies else result.slowed,
-        "host_s": None if why.varies else _waiting_for_host(result),
+        "host_s": None if why.varies else waiting_for_host(result),
         "predicted_s": None if why.varies else result.seconds,
         "measured_s": why.measured,
         "fullest": why.fullest,
@@ -120,7 +120,7 @@ def render(why: Why) -> Iterator[RenderableType]:
         table = Table("part", "time", "ideal = 100%", title="an iteration, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
         parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
-        late = _waiting_for_host(result)
+        late = waiting_for_host(result)
         parts |= {"slower beside busy lanes": result.slowed, "waiting for the host": late, "predicted": result.seconds}
         if why.measured is not None:
             parts["measured (median)"] = why.measured
@@ -131,7 +131,7 @@ def render(why: Why) -> Iterator[RenderableType]:
     yield from why.hints
 
 
-def _waiting_for_host(result: Simulated) -> float:
+def waiting_for_host(result: Simulated) -> float:
     """Seconds for which compute has nothing to do, beyond those of the step with everything kept."""
     rest = result.seconds - result.ideal - result.recomputing - result.slowed - sum(result.stalls.values())
     return max(0.0, rest)
@@ -178,7 +178,7 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
     if result.fraction >= CLOSE:
         return
     stalled = max(result.stalls, key=lambda lane: result.stalls[lane], default=None)
-    late = _waiting_for_host(result)
+    late = waiting_for_host(result)
     if late > result.recomputing and late > max(result.stalls.values(), default=0.0):
         yield "most of the difference is the host, which is busy with what moves and is recomputed: more hbm helps"
     elif stalled is not None and result.stalls[stalled] > result.recomputing:
