@@ -162,7 +162,7 @@ class PageAllocator:
         Parameters
         ----------
         peak : int
-            The most that period is expected to have in HBM, in bytes; 0 if unknown.
+            The most that period is expected to have in HBM, in bytes; the budget if that is unknown.
         now : bool
             Release memory at once, not at the period's end: the present period only frees from now on, and no other
             thread allocates. The next one may be measured before its first forward.

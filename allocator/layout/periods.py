@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.layout.demotion import State, demote_or_promote
 from torch_tiers.allocator.layout.evaluations import Evaluations
 from torch_tiers.allocator.layout.kinds import Kinds
-from torch_tiers.allocator.layout.sequence import Watch, predict, repeats
+from torch_tiers.allocator.layout.sequence import Verdict, Watch, predict, repeats
 from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import PAGE, GiB, round_up
@@ -164,9 +166,13 @@ class Periods:
                 self._set_layout(kinds.layouts())
             return not forgot
         last, before = self._evaluations.logs()
-        look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
+        sizes = last.requests["bytes"].astype(np.int64)
+        verdict = watch.period_over(sizes, since, repeated=repeats(last, before))
         forgot = kinds.period_over(last)
-        if demoted or look:
+        if verdict is Verdict.FORGET:
+            kinds.forget()
+            core.forget_layout(core.counts().hbm_limit)
+        elif demoted or verdict is Verdict.RENEW:
             counts = core.counts()
             # What is in use now lives on; and heaps end with pages that are used in part.
             room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes

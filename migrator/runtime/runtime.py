@@ -273,7 +273,7 @@ class Runtime:
         with saver.movers.untracked():  # no part of the next iteration, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
-                pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
+                pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=mover.budget), now=now)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer begins a step."""
