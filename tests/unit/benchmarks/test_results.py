@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[3]
 SHELF = ROOT / "benchmarks"
 SHARED = {"alternate", "counts", "settling", "turns", "unet", "workloads", "demo_report", "kills"}  # by scripts
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]|,\d)")
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "benchmarks/reports/*.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "docs/guides/*.md",
+    "benchmarks/*.md",
+    "benchmarks/reports/*.md",
+)
 
 
 def scripts() -> list[str]:
