@@ -26,7 +26,7 @@ from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
-from torch_tiers.migrator.saved.tensors import Calls
+from torch_tiers.migrator.saved.tensors import Calls, HookTensors
 from torch_tiers.migrator.streams import peaks
 from torch_tiers.migrator.streams.host import HostCompute
 
@@ -171,11 +171,12 @@ _to_enter: Callable[[nn.Module], bool] = _enter
 _to_leave: Callable[[], None] = _leave
 
 
-def shorten(way: Callable[[Callable[[nn.Module], bool], Callable[[], None]], Calls]) -> None:
-    """Have calls of modules pass through what `way` makes of the two functions that it is a shortcut in front of."""
+def shorten(tensors: HookTensors) -> Calls:
+    """Have calls of modules take a shortcut in threads that are armed with it; return it."""
     global _to_enter, _to_leave
-    calls = way(_enter, _leave)
+    calls = tensors.calls(_enter, _leave)
     _to_enter, _to_leave = calls.enter, calls.leave
+    return calls
 
 
 def _take_the_long_way() -> None:

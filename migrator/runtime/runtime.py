@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +35,7 @@ from torch_tiers.migrator.runtime.savers import Savers, make_way
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
-from torch_tiers.migrator.saved.tensors import HookTensors
+from torch_tiers.migrator.saved.tensors import Calls, HookTensors
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -54,12 +53,13 @@ class Runtime:
         self._learned: tuple[Trace, Plan] | None = None
         self._tensors: HookTensors | None = None
         self._recorder: Recorder | None = None
+        self._calls: Calls  # with `_tensors`
         self._counters = Counters(timeline=options.timeline)
         self._time = HostTimer()
         self._devices = Devices(self._counters)
         self._progress = Progress(self._counters, self._devices)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
-        self._lock = threading.Lock()  # guards the choice of `_tensors` and `_recorder`
+        self._lock = threading.Lock()  # guards the choice of these three
         self._savers = Savers()
         self._models = Models(options.hbm)
         self._optimizers = Optimizers()
@@ -145,10 +145,11 @@ class Runtime:
                 except TiersError as error:
                     self._refuse(error)
                 self._recorder = self.options.recorder()
+                self._calls = entry.shorten(self._tensors)
         called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         self._savers.switch_on(saver)
-        entry.shorten(partial(self._tensors.calls, saver, saver.modules))
+        self._calls.arm(saver, saver.modules)
         self.armed = True
         self.options.armed()
         return saver

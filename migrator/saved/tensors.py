@@ -32,6 +32,12 @@ class Calls(Protocol):
     def leave(self) -> None:
         """It returns, or raises."""
 
+    def arm(self, saver: OnStack, modules: Modules[Action], /) -> None:
+        """Take the shortcut in this thread, in which the hooks of `saver` are; that is not kept alive.
+
+        `modules` are the saver's.
+        """
+
 
 class HookTensors(Tensors, Protocol):
     """The module."""
@@ -56,13 +62,8 @@ class HookTensors(Tensors, Protocol):
         That goes by where the thread is, and by that storages of fewer than `least` bytes stay.
         """
 
-    def calls(
-        self, saver: OnStack, modules: Modules[Action], enter: Callable[[nn.Module], bool], leave: Callable[[], None]
-    ) -> Calls:
-        """What is to be called around calls of modules: a shortcut in front of `enter` and `leave`.
-
-        It is for the thread that asks for it, in which the hooks of `saver` are, and does not keep that alive.
-        """
+    def calls(self, enter: Callable[[nn.Module], bool], leave: Callable[[], None]) -> Calls:
+        """What is to be called around calls of modules: a shortcut in front of `enter` and `leave`."""
 
     def spent(self) -> HookTime:
         """What hooks have taken so far in this process."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
 from torch_tiers.migrator.runtime import progress
+from torch_tiers.migrator.saved.mover import Mover
 
 
 def _in_a_thread(work: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -46,13 +49,23 @@ def training_in_one_thread_after_the_other(device: torch.device) -> None:
     def threads() -> int:
         return threading.active_count()
 
+    def movers() -> int:
+        gc.collect()
+        return sum(type(each) is Mover for each in gc.get_objects())
+
     with moving(room=0) as session:
+        train(perceptron(device), device, steps=2)
+        mine = movers()
         for i in range(20):
             _in_a_thread(lambda: train(perceptron(device), device, steps=2))
             if i == 3:
                 before = threads()
         print(f"  {before} threads, later {threads()}; moved {moved(session)}")
         assert threads() <= before + 1  # one of ours may be about to end, or to begin
+        until = time.monotonic() + 20
+        while movers() > mine and time.monotonic() < until:  # whose plans are being made, until these are done
+            time.sleep(0.1)
+        assert movers() == mine, "with those go engines, and the DRAM that their plans had reserved"
 
 
 def what_a_thread_left_in_dram_is_given_back(device: torch.device) -> None:

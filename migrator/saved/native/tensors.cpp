@@ -48,6 +48,7 @@ PyMODINIT_FUNC PyInit_tensors() {
                      prepare<Storages>(storages_type, nullptr, nullptr, storages_methods) &&
                      prepare<Moved>(moved_type, moved_members, moved_getters, moved_methods) &&
                      prepare<Hook>(hook_type, hook_members, nullptr, nullptr) &&
+                     prepare<Armed>(armed_type, nullptr, nullptr, nullptr) &&
                      prepare<Calls>(calls_type, nullptr, nullptr, calls_methods);
   return ready ? PyModule_Create(&module) : nullptr;
   END_HANDLE_TH_ERRORS

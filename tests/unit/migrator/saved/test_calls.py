@@ -25,7 +25,8 @@ class _Thread:
     def __init__(self) -> None:
         self.long_way: list[str] = []
         self.saver = Saver(lambda device: None, lambda *_: None, lambda _: None, Allowance(), built())
-        self.calls: Calls = built().calls(self.saver, self.saver.modules, self._enter, self._leave)
+        self.calls: Calls = built().calls(self._enter, self._leave)
+        self.calls.arm(self.saver, self.saver.modules)
 
     def _enter(self, module: nn.Module) -> bool:
         self.long_way.append("enter")
@@ -70,10 +71,42 @@ def test_what_is_not_plain_takes_the_long_way() -> None:
     assert thread.long_way == ["enter", "enter"]
     thread.saver.place.recording = False
     thread.calls.leave()
-    other = threading.Thread(target=lambda: (thread.calls.enter(net[0]), thread.calls.leave()))
+
+
+def _in_another_thread(work: Callable[[], object]) -> None:
+    other = threading.Thread(target=work)
     other.start()
     other.join()
-    assert thread.long_way == ["enter", "enter", "enter", "leave"]
+
+
+def test_each_thread_takes_the_shortcut_of_its_own_saver() -> None:
+    thread, net = _Thread(), _nested()
+    thread.calls.enter(net)
+    other = Saver(lambda device: None, lambda *_: None, lambda _: None, Allowance(), built())
+    thread.long_way.clear()
+
+    def work() -> None:
+        thread.calls.enter(net[0])
+        thread.calls.leave()
+        assert thread.long_way == ["enter", "leave"], "it is not armed"
+        thread.calls.arm(other, other.modules)
+        other.enter(net)
+        thread.calls.enter(net[1])
+        assert other.place.here.path == "Sequential.1"
+
+    _in_another_thread(work)
+    assert thread.long_way == ["enter", "leave"]
+    thread.calls.enter(net[0])
+    assert thread.saver.place.here.path == "Sequential.0"
+    assert thread.long_way == ["enter", "leave"], "the other has not taken it away"
+
+
+def test_a_thread_that_was_armed_in_another_session_takes_the_long_way() -> None:
+    before, net = _Thread(), _nested()
+    _Thread()  # which arms this one again
+    before.saver.enter(net)
+    before.calls.enter(net[0])
+    assert before.long_way == ["enter"]
 
 
 def test_hooks_that_rest_are_the_long_way_s_to_wake() -> None:
@@ -100,14 +133,15 @@ def test_nothing_is_entered_while_torchscript_traces() -> None:
     assert thread.saver.place.here.path == "Sequential"
 
 
-def test_it_keeps_no_saver_alive() -> None:
-    """A thread that has ended takes its saver along; else those that are left would not count as alone."""
+def test_it_keeps_nothing_of_a_saver_alive() -> None:
+    """A thread that has ended takes its saver along, and all that its modules' nodes lead to: movers and their DRAM."""
     thread, net = _Thread(), _nested()
-    calls, gone = thread.calls, weakref.ref(thread.saver)
     thread.calls.enter(net)
-    del thread.saver
+    gone = [weakref.ref(thread.saver), weakref.ref(thread.saver.modules)]
+    calls, saver = thread.calls, thread.saver
+    del thread.saver, saver
     gc.collect()
-    assert gone() is None
+    assert [each() for each in gone] == [None, None]
     with pytest.raises(AttributeError):  # of the long way here, which has no saver
         calls.enter(net[0])
 
@@ -130,7 +164,7 @@ def test_the_way_is_the_same_for_any_program(seed: int) -> None:
     """Calls, returns, backwards and modules in which the hooks are off, in any order."""
     order, net = random.Random(seed), _nested()
     modules = [net, *net.children(), *net[0].children(), nn.Identity()]
-    threads = _Thread(), _Thread()
+    threads = _Thread(), _Thread()  # of which the second is armed
     hooks = [_Hooks(thread.saver) for thread in threads]
     ways: list[tuple[Callable[[nn.Module], object], Callable[[], None]]] = [
         (threads[0].saver.enter, threads[0].saver.leave),
