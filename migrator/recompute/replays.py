@@ -168,6 +168,7 @@ class Replays:
         self._recorder = recorder
         self._is_fixed = is_fixed
         self._fixed: set[int] = set()
+        self._records_now = False  # whether there is a record of this thread's; also where there may be
         self._packs: Packs | None = None
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
@@ -195,8 +196,13 @@ class Replays:
         self._forwards += 1
         if self._forwards > FORWARDS:
             self.end()
-        if self._packs is None and self._recorder.begin(states=True):
-            self._packs = self._recorder.packs()
+        if self._packs is None:
+            if self._records_now:
+                self._recorder.stop()
+            self._records_now = True  # an interrupt may come once it has begun, and all others would find it taken
+            self._records_now = self._recorder.begin(states=True)
+            if self._records_now:
+                self._packs = self._recorder.packs()
         self._gathering = gathering
         if self._packs is not None and gathering.storages:
             self._packs.refilled(gathering.storages)
@@ -208,11 +214,12 @@ class Replays:
         self._forwards = 0
         if self._gathering is not None:
             self._gathering.changed()  # asked now: an optimizer in backward may change some before the first replay
-        if self._packs is not None:
+        if self._records_now:
             self._packs = None
             self._records += 1
             self._calls.clear()
             self._recorder.stop()
+            self._records_now = False
 
     def __del__(self) -> None:
         self.end()  # of a thread that has ended: no other could record
