@@ -74,6 +74,8 @@ class Options:
         Called in each thread when it begins to train.
     timeline : Timeline, optional
         Receives events with their times.
+    below : callable
+        Returns the bytes in use of each tier below HBM; called when groups leave and come.
     """
 
     policy: str
@@ -91,3 +93,4 @@ class Options:
     plan_cache: Callable[[torch.device, int], PlanCache | None] = lambda device, target: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
+    below: Callable[[], Mapping[str, int]] = dict

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_tiers.migrator.model.links import LANES
-from torch_tiers.migrator.telemetry.timeline import HOST, Timeline
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.telemetry.trace_events import HOST
 
 
 @dataclass(slots=True)
