@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.trace_event_rules import broken
 from torch_tiers.migrator.telemetry.trace_events import HOST, Event, Process, trace_events
 
 RANK = Process(1, "rank 0")
@@ -115,3 +118,91 @@ def test_a_counter_tells_all_its_series_each_time_and_nothing_twice() -> None:
         ("dram", 3e6, {"used": 1}),
         ("hbm", 4e6, {"peak": 8, "budget": 10, "saved": 0}),
     ]
+
+
+# -------------------------------------------------------------------------------------------- rules
+
+TIMES = st.floats(0, 1e6)
+GROUPS = st.tuples(st.sampled_from(("offloads", "prefetches")), TIMES, st.integers(1, 9))
+COUNTS = st.tuples(st.sampled_from(("hbm", "dram")), TIMES, st.sampled_from(("saved", "peak")), st.integers(0, 9))
+
+
+@given(st.lists(GROUPS), st.lists(COUNTS))
+def test_whatever_is_recorded_is_written_by_the_rules(
+    groups: list[tuple[str, float, int]], counts: list[tuple[str, float, str, int]]
+) -> None:
+    recorded = [group(0, kind, begin, number) for kind, begin, number in groups]
+    recorded += [count(0, counter, at, **{series: value}) for counter, at, series, value in counts]
+    assert broken({"traceEvents": trace_events(recorded, RANK)}) == []
+
+
+def whole() -> dict[str, Any]:
+    """A timeline with an event of each phase, by the rules."""
+    events: list[Event] = [
+        group(1, "offloads", 1.0, 7),
+        group(2, "prefetches", 3.0, 7),
+        count(3, "hbm", 2.0, saved=5),
+        count(4, "hbm", 3.0, saved=6),
+        (5, HOST, "events", "learns anew", 2.5, None, ()),
+    ]
+    read: dict[str, Any] = json.loads(json.dumps({"traceEvents": trace_events(events, RANK)}))
+    return read
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "said"),
+    [
+        ("X", {"dur": None}, "dur is no time"),
+        ("X", {"ts": -1.0}, "ts is no time"),
+        ("X", {"ts": float("nan")}, "ts is no time"),
+        ("X", {"pid": 0}, "pid is no number"),
+        ("X", {"tid": "one"}, "tid is no number"),
+        ("X", {"tid": 9}, "thread 9 of process 1 has no name"),
+        ("X", {"pid": 9}, "process 9 has no name"),
+        ("X", {"name": ""}, "no name"),
+        ("X", {"ph": "B"}, "phase"),
+        ("X", {"ts": 1e5}, "outside of any slice"),
+        ("i", {"s": "x"}, "scope"),
+        ("C", {"args": {"saved": "5"}}, "series are no numbers"),
+        ("C", {"args": {"saved": True}}, "series are no numbers"),
+        ("C", {"args": {}}, "series are no numbers"),
+        ("C", {"args": {"saved": 5, "peak": 1}}, "peak is left out"),
+        ("s", {"id": 1}, "does not begin once and end once"),
+        ("s", {"ts": 1}, "outside of any slice"),
+        ("s", {"id": 2**60}, "no number of a flow"),
+        ("f", {"bp": "s"}, "ends at the next slice"),
+        ("M", {"args": {"nome": "x"}}, "metadata"),
+    ],
+)
+def test_each_rule_finds_what_is_against_it(phase: str, change: dict[str, Any], said: str) -> None:
+    good = whole()
+    assert broken(good) == []
+    event = next(event for event in good["traceEvents"] if event["ph"] == phase)
+    event |= change
+    assert any(said in line for line in broken(good)), broken(good)
+
+
+@pytest.mark.parametrize("phase", ["X", "i", "C", "s", "f", "M"])
+def test_each_field_of_a_phase_is_asked_for(phase: str) -> None:
+    for field in ("name", "ts", "pid", "args", "dur", "id", "bp", "s"):
+        good = whole()
+        event = next(event for event in good["traceEvents"] if event["ph"] == phase)
+        if event.pop(field, None) is not None and (phase, field) != ("i", "args"):
+            assert broken(good) == [f"{field} missing: {event}"]
+
+
+def test_slices_of_a_thread_nest_and_arrows_do_not_go_back() -> None:
+    def slices(*spans: tuple[float, float]) -> dict[str, Any]:
+        read = whole()
+        first = next(event for event in read["traceEvents"] if event["ph"] == "X")
+        read["traceEvents"] += [first | {"ts": 9e6 + begin, "dur": end - begin} for begin, end in spans]
+        return read
+
+    assert broken(slices((0, 10), (2, 5), (5, 10), (10, 11))) == []
+    (line,) = broken(slices((0, 10), (2, 11)))
+    assert "ends after the one around it" in line
+    backwards = whole()
+    for event in backwards["traceEvents"]:
+        event["ph"] = {"s": "f", "f": "s"}.get(event["ph"], event["ph"])
+        event |= {"bp": "e"} if event["ph"] == "f" else {}
+    assert any("ends before it begins" in line for line in broken(backwards))
