@@ -24,7 +24,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.drives import Drives
-from torch_tiers.launcher import rank
+from torch_tiers.launcher import processes, rank
 from torch_tiers.migrator.model.links import Links, links_from
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import DirectWay
@@ -84,7 +84,7 @@ class Session:
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
         self._drives: Drives | None = None
-        self._monitor = build_monitor(config, boards(config.ledger), self._timeline)
+        self._monitor = build_monitor(config, boards(config.ledger), self._timeline, self._shown)
         self.runtime = Runtime(
             Options(
                 policy=config.policy,
@@ -201,6 +201,14 @@ class Session:
         """Bytes in use of the tiers below HBM, but for what our allocator has there."""
         used = {} if self._dram is None else {"dram": self._dram.used}
         return used if self._nvme is None else used | {"nvme": self._nvme.used}
+
+    def _shown(self) -> dict[str, Any]:
+        """What ``tiers top`` shows of the tiers below HBM, and of the job. Asked for on the monitor's thread."""
+        used, pages = {"dram": 0, "nvme": 0} | self._in_use_below(), paging.installed()
+        if pages is not None:
+            used["dram"] += sum(core.counts().dram for _, core in pages.cores())
+        budgets = {"dram_budget": self._shares.dram, "nvme_budget": self._shares.nvme}
+        return {**used, **budgets, "rank": rank() if processes("WORLD_SIZE") > 1 else None}
 
     def open(self) -> None:
         """Start."""

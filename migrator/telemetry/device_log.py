@@ -29,6 +29,8 @@ class DeviceLog:
     ----------
     peak : int
         The most bytes of HBM in use in the last iteration; 0 before there was one.
+    budget : int
+        As above.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class DeviceLog:
     ) -> None:
         self.peak = 0
         self._device, self._hbm = device, f"{device} hbm"
-        self._budget, self._beside = budget, beside
+        self.budget, self._beside = budget, beside
         self._below = below
         self._counters, self._timeline = counters, counters.timeline
         self._began = time.perf_counter()  # the iteration under way
@@ -79,7 +81,7 @@ class DeviceLog:
             return
         self._saved[engine] = nbytes
         began, self._began = self._began, time.perf_counter()
-        self._timeline.counted(self._hbm, began, ("peak", self.peak), ("budget", self._budget))
+        self._timeline.counted(self._hbm, began, ("peak", self.peak), ("budget", self.budget))
         self._timeline.counted(self._hbm, self._began, ("saved", sum(self._saved.values())))
         for tier, used in self._below().items():
             self._timeline.counted(tier, self._began, ("in use", used))
