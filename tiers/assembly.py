@@ -24,6 +24,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.drives import Drives
+from torch_tiers.launcher import processes, rank
 from torch_tiers.migrator.model.links import Links, links_from
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import DirectWay
@@ -76,14 +77,14 @@ class Session:
         if config.allocator == "pages":
             paging.check_budget(config.hbm.capacity)
         self._run = run_directory.find(config)
-        self._timeline = Timeline() if self._run is not None else None
+        self._timeline = Timeline(rank=rank()) if self._run is not None else None
         self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
         self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
         self._drives: Drives | None = None
-        self._monitor = build_monitor(config, boards(config.ledger), self._timeline)
+        self._monitor = build_monitor(config, boards(config.ledger), self._timeline, self._shown)
         self.runtime = Runtime(
             Options(
                 policy=config.policy,
@@ -102,6 +103,7 @@ class Session:
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 timeline=self._timeline,
+                below=self._in_use_below,
             )
         )
 
@@ -194,6 +196,19 @@ class Session:
             return None
         told = self._config.links
         return replace(way, write=told.gds_write or way.write, read=told.gds_read or way.read)
+
+    def _in_use_below(self) -> dict[str, int]:
+        """Bytes in use of the tiers below HBM, but for what our allocator has there."""
+        used = {} if self._dram is None else {"dram": self._dram.used}
+        return used if self._nvme is None else used | {"nvme": self._nvme.used}
+
+    def _shown(self) -> dict[str, Any]:
+        """What ``tiers top`` shows of the tiers below HBM, and of the job. Asked for on the monitor's thread."""
+        used, pages = {"dram": 0, "nvme": 0} | self._in_use_below(), paging.installed()
+        if pages is not None:
+            used["dram"] += sum(core.counts().dram for _, core in pages.cores())
+        budgets = {"dram_budget": self._shares.dram, "nvme_budget": self._shares.nvme}
+        return {**used, **budgets, "rank": rank() if processes("WORLD_SIZE") > 1 else None}
 
     def open(self) -> None:
         """Start."""

@@ -22,6 +22,14 @@ def processes(variable: str) -> int:
     return int(told)
 
 
+def rank() -> int | None:
+    """This process's rank in its job: 0 where it is alone, None where it is not and no launcher says which it has."""
+    if processes("WORLD_SIZE") == 1:
+        return None if multiprocessing.parent_process() is not None else 0
+    told = os.environ.get("RANK", "")
+    return int(told) if told.isdecimal() else None
+
+
 def is_started_beside_others() -> bool:
     """Whether another process of the same program was there before: it started this one, or a launcher did so again."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

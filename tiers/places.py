@@ -26,6 +26,11 @@ def boards(named: Path | None) -> list[Path]:
     return [runtime / "tiers", *map(of_user, LEDGERS)]
 
 
+def ledgers(named: Path | None) -> list[Path]:
+    """Where processes may have their ledger: the one that is `named`, else all places of which each takes the first."""
+    return [named] if named is not None else [*map(of_user, LEDGERS)]
+
+
 def cache_directory() -> Path:
     """Where what is built for this user lies."""
     try:

@@ -20,7 +20,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.telemetry.timeline import HOST
+from torch_tiers.migrator.telemetry.trace_events import HOST
 
 DISK_THREADS = 4  # per direction: while some wait for a copy or a result, the others keep the store busy
 

@@ -28,6 +28,7 @@ from torch_tiers.migrator.offload.tensors import Tensors, for_a_group
 from torch_tiers.migrator.offload.transport import Transport
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.streams import Compute, Lane, Meter
+from torch_tiers.migrator.telemetry.device_log import DeviceLog
 
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
 
@@ -48,13 +49,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        compute: Compute,
-        out: Lane,
-        back: Lane,
-        backing: Backing,
-        tensors: Tensors,
-        direct: Direct | None = None,
+        self, compute: Compute, out: Lane, back: Lane, backing: Backing, tensors: Tensors, direct: Direct | None = None
     ) -> None:
         self.compute = compute
         self.tensors = tensors
@@ -65,9 +60,8 @@ class Engine:
         self.iteration_time: IterationTime | None = None  # what the last iteration took that the device is through with
         self.resident = 0
         self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
-        self._peak = 0
+        self._peak = self._stayed = 0
         self.alive = 0  # claims: groups that are still part of a graph
-        self._stayed = 0
         self._again: Group | None = None  # the last one that came back a second time
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
         self.dead: deque[ClaimOn] = deque()
@@ -79,6 +73,10 @@ class Engine:
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self.unsettled = True  # a look at what may come back next could find something new
+
+    def tell(self, log: DeviceLog) -> None:
+        """Have the device's log told of groups and iterations from now on."""
+        self._transport.log = log
 
     # -------------------------------------------------------------------------------------- out
 
@@ -124,6 +122,7 @@ class Engine:
         if group.state is not State.FILLING or not group.members:
             return
         self._transport.offload(group, insist=insist)
+        self._transport.log.saved(self, self.resident)  # before something is released, and after
         self._leaving[group] = None
         self._waiting[group] = None
         self.backing.users.add(self)
@@ -292,6 +291,7 @@ class Engine:
             self._in_hbm.pop(group, None)
         if self.resident > self._peak:
             self._peak = self.resident
+        self._transport.log.saved(self, self.resident)
 
     def entered(self, nbytes: int) -> None:
         """Count bytes that were saved and stay in HBM.
@@ -346,4 +346,5 @@ class Engine:
         peak = self.compute.peak(self._peak)
         self._stayed = 0
         self.resident = self._peak = sum(group.counted for group in self._in_hbm)
+        self._transport.log.iteration_over(self, peak, self.resident)
         return peak

@@ -120,3 +120,4 @@ class Group:
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
     bring_at: int = -1  # position from which it may come back
     tier: str | None = None  # where it is to go
+    told: int = 0  # the number that the timeline tells it by

@@ -5,6 +5,8 @@ It knows one group at a time. Which ones move, and when, the engine says.
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from torch_tiers.migrator.offload.backing import Backing
@@ -15,6 +17,8 @@ from torch_tiers.migrator.offload.tensors import Tensors, for_a_group
 from torch_tiers.migrator.streams import Compute, Event, Lane, Stream
 from torch_tiers.migrator.streams.pieces import Leaving, whole
 from torch_tiers.migrator.streams.promised import PromisedEvent
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.device_log import DeviceLog
 
 
 class Transport:
@@ -29,6 +33,7 @@ class Transport:
         self._back = back
         self._backing = backing
         self._direct = direct
+        self.log = DeviceLog(str(compute.device), Counters())  # until the engine is told of another
 
     def offload(self, group: Group, *, insist: bool) -> None:
         """Start to copy a group that is FILLING out of HBM; `insist` as in `Backing.new`.
@@ -38,7 +43,7 @@ class Transport:
         TierFull
             If no tier has room; the group is then as it was.
         """
-        nbytes = self.tensors.arrange(group.members)
+        begin, nbytes = time.perf_counter(), self.tensors.arrange(group.members)
         if group.tier == "nvme" and self._direct is not None:
             sources = [
                 Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
@@ -47,6 +52,7 @@ class Transport:
         if group.stored is None:
             self._offload_through_dram(group, nbytes, insist=insist)
         group.state = State.LEAVING
+        group.told = self.log.offloaded(nbytes, begin)
 
     def _offload_through_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
         stored = self._backing.new(nbytes, group.next_use, group.tier, insist=insist)
@@ -90,17 +96,18 @@ class Transport:
         TierFull
             If DRAM has no room; the group is then FILLING again.
         """
-        stored, group.stored = group.stored, None
+        begin, stored, group.stored = time.perf_counter(), group.stored, None
         assert isinstance(stored, DirectStoredGroup) and self._direct is not None
         group.state = State.FILLING
         self._direct.drop(stored)
         self._offload_through_dram(group, stored.nbytes, insist=False)
         group.state = State.LEAVING
+        group.told = self.log.offloaded(stored.nbytes, begin)
 
     @for_a_group
     def fetch(self, group: Group) -> None:
         """Start to copy a group that is AWAY into a buffer of the present stream."""
-        stored, group.stream = group.stored, self._compute.stream()
+        begin, stored, group.stream = time.perf_counter(), group.stored, self._compute.stream()
         assert stored is not None
         buffer = self._compute.empty(stored.nbytes)
         if isinstance(stored, DirectStoredGroup):
@@ -111,6 +118,7 @@ class Transport:
             self._backing.lend(stored, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
         group.buffer, group.ready_on = buffer, []
         group.state = State.HOME
+        self.log.prefetched(group.told, stored.nbytes, begin)
 
     def make_ready(self, group: Group) -> torch.Tensor:
         """Return the buffer of a group that is HOME, once the present stream may read it."""

@@ -14,6 +14,7 @@ from torch_tiers.migrator.runtime.options import Advisor
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.streams import Compute, Event
 from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
@@ -45,6 +46,7 @@ class Advice:
         self._counters = counters
         # When the lanes were last asked, on the compute stream and by the host's clock.
         self._asked: dict[torch.device, tuple[Event, float]] = {}
+        self._predicted: tuple[float | None, float | None] = None, None  # seconds with everything kept, and by the plan
 
     def forget(self) -> None:
         """Ignore the copies since the lanes were last asked."""
@@ -53,16 +55,30 @@ class Advice:
     def iteration_passed(self) -> None:
         """An iteration is over of which the hooks saw nothing."""
         if self.advisor is not None:
-            self.advisor.iteration_over([], dict(self._counters.moved))
+            self.advisor.iteration_over([], dict(self._counters.moved), self._now())
 
     def iteration_over(self, movers: Sequence[Mover]) -> tuple[int | None, Links] | None:
         """A thread's iteration is over; how many groups may be back early from now on, and the links to plan with."""
         if self.advisor is None:
             return None
         transfers = [copy for mover in movers for copy in self._copied(mover.engine.compute)]
-        response = self.advisor.iteration_over(transfers, dict(self._counters.moved))
+        self._note_prediction(movers)
+        response = self.advisor.iteration_over(transfers, dict(self._counters.moved), self._now())
         links = next((self._devices.opened[mover.engine.compute.device].links for mover in movers), self._links)
         return response.ahead, links.reduced(response.left)
+
+    def _note_prediction(self, movers: Sequence[Mover]) -> None:
+        """Note what is predicted of an iteration, if all are of one kind."""
+        learner = next((mover.learner for mover in movers if mover.learner.plans), None)
+        predictions = () if learner is None or learner.varies else learner.predictions
+        only = predictions[0] if len(predictions) == 1 else None
+        self._predicted = (only.ideal, only.seconds) if only is not None and only.ideal else (None, None)
+
+    def _now(self) -> Now:
+        counters = self._counters
+        logs = [shared.log for shared in self._devices.opened.values() if shared.log is not None]
+        hbm, budget = max(((log.peak, log.budget) for log in logs), default=(0, 0))
+        return Now(hbm, budget, counters.steps, counters.iterations, counters.step_s, *self._predicted)
 
     def _copied(self, compute: Compute) -> list[Transfer]:
         """Return the copies of a device's lanes since they were last asked, if they say anything about the lanes."""

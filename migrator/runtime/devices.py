@@ -32,6 +32,7 @@ from torch_tiers.migrator.streams import Compute, Lane, Memory, OperatorClock
 from torch_tiers.migrator.streams.cuda import CudaCompute, CudaLane
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.device_log import DeviceLog
 
 MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
 RECORDINGS = 3  # of the first iterations on a GPU: in each the host is late somewhere
@@ -58,6 +59,8 @@ class Device:
         The assumed bandwidths.
     warned : set of str
         See `Learner`.
+    log : DeviceLog or None
+        Is told what groups do; made once the budget is known.
     """
 
     compute: Compute
@@ -69,6 +72,7 @@ class Device:
     direct: Direct | None = None
     links: Links = PCIE_GEN5
     warned: set[str] = field(default_factory=set)
+    log: DeviceLog | None = None
 
     @property
     def room(self) -> int:
@@ -154,6 +158,8 @@ class Devices:
             shared = self.opened.get(device) or self._open(device, options)
             shared.compute.operators = operators
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors, shared.direct)
+        if shared.log is not None:
+            engine.tell(shared.log)
         target = max(0, int(shared.room * (1 - _margin(device, options))) - shared.holes)
         learner = Learner(
             POLICIES[options.policy],
@@ -214,6 +220,8 @@ class Devices:
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))
         shared = self._with_direct_way(shared, device, options)
+        log = DeviceLog(str(device), self._counters, budget, shared.beside, options.below)
+        shared = replace(shared, log=log)
         if pages is not None and shared.beside:
             pages.withhold(device, shared.beside)
             self._withheld[device] = pages

@@ -18,6 +18,7 @@ from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
@@ -25,7 +26,7 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 class Advisor(Protocol):
     """Decides how much of the links the runtime may use."""
 
-    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int], now: Now) -> Response:
         """Take in the copies that are over; return how the runtime is to react.
 
         This is called on the training thread at every end of an iteration, so it must return at once, and must not
@@ -35,6 +36,8 @@ class Advisor(Protocol):
         ----------
         moved
             Bytes that the runtime has moved so far, by lane.
+        now
+            What the run comes to.
         """
 
 
@@ -74,6 +77,8 @@ class Options:
         Called in each thread when it begins to train.
     timeline : Timeline, optional
         Receives events with their times.
+    below : callable
+        Returns the bytes in use of each tier below HBM; called when groups leave and come.
     """
 
     policy: str
@@ -91,3 +96,4 @@ class Options:
     plan_cache: Callable[[torch.device, int], PlanCache | None] = lambda device, target: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
+    below: Callable[[], Mapping[str, int]] = dict

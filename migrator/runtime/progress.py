@@ -72,6 +72,7 @@ class Progress:
                 UNHEARD,
             )
         self._times.step(now := time.perf_counter())
+        self._counters.steps, self._counters.step_s = self._times.count, self._times.lately()
         if self._counters.timeline is not None:
             self._counters.timeline.step(self.steps, now)
 

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 REMEMBERED = 10_000  # steps over which the median is taken
+LATELY = 15  # steps that tell how the program is now
 
 
 class StepTimes:
@@ -32,6 +33,12 @@ class StepTimes:
             self._recent.append(took)
             self._shortest, self._longest = min(self._shortest, took), max(self._longest, took)
         self._last = now
+
+    def lately(self) -> float | None:
+        """Seconds of a step, in the median of the last few; None before there were two steps."""
+        times = self._recent
+        few = [times[-back] for back in range(1, min(LATELY, len(times)) + 1)]
+        return statistics.median(few) if few else None
 
     def summary(self) -> dict[str, Any]:
         """Median, shortest and longest; None before there were two steps. `settled` is of those under the last plan."""

@@ -1,1 +1,1 @@
-"""Counters, and the timeline of what happened when."""
+"""Counters, what the groups of a device do, and the timeline of what happened when."""

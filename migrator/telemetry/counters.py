@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_tiers.migrator.model.links import LANES
-from torch_tiers.migrator.telemetry.timeline import HOST, Timeline
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.telemetry.trace_events import HOST
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class Counters:
     stalls: dict[str, Stall] = field(default_factory=dict)
     groups: int = 0
     iterations: int = 0
+    steps: int = 0
+    step_s: float | None = None  # of the last few steps, in seconds
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
     blocked: float = 0.0  # seconds for which the host waited so far

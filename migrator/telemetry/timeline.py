@@ -1,30 +1,33 @@
-"""The timeline: what really happened when, in `timeline.json.gz`. Plain data, and the format that Perfetto reads."""
+"""The timeline: what really happened when, in `timeline.json.gz`. Plain data, written in the format of Perfetto."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import platform
 import time
 from collections import deque
 from collections.abc import Iterable
-from heapq import heappop, heappush
-from typing import Any, TypeAlias
 
-from torch_tiers.migrator.model.links import LANES
+from torch_tiers.migrator.telemetry.trace_events import (
+    EVENTS,
+    GROUP,
+    HOST,
+    IN_USE,
+    ITERATIONS,
+    OFFLOADS,
+    PREFETCHES,
+    STEPS,
+    WAITS,
+    Event,
+    Process,
+    trace_events,
+)
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 MOST = 100_000  # events that are kept: some tens of MB, and hours of a program that moves much
-HOST = "host"  # stands for a device where something happens on none
-STEPS, EVENTS, ITERATIONS, WAITS = "steps", "events", "iterations", "waits"
-ORDER = (STEPS, EVENTS, ITERATIONS, WAITS, *LANES)
-"""Kinds of tracks, from above."""
-
-Event: TypeAlias = tuple[int, str, str, str, float, float | None, tuple[tuple[str, object], ...]]
-"""Its number, device, kind of track, name, begin and end in seconds of `time.perf_counter`, and what else to say.
-
-An instant has no end. Plain tuples, which Python's garbage collector does not look at again and again.
-"""
+MOST_OF_GROUPS = 30_000  # events of groups, which come too often to be kept among the others
 
 
 class Timeline:
@@ -32,11 +35,23 @@ class Timeline:
 
     A signal's handler writes it down in the middle of whatever the main thread is doing, so there is none that it
     could wait for: each event is one `append`, which is atomic.
+
+    Parameters
+    ----------
+    most, of_groups : int
+        Events that are kept: those of steps, iterations, lanes and waits, and those of groups.
+    rank : int or None
+        Of this process in its job; None if it is one of several and nobody told it which.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST, of_groups: int = MOST_OF_GROUPS, rank: int | None = 0) -> None:
+        self._rank = rank
         self._events: deque[Event] = deque(maxlen=most)
+        self._of_groups: deque[Event] = deque(maxlen=of_groups)
         self._numbers = itertools.count(1)
+        self._numbers_of_groups = itertools.count(1)
+        self._groups = itertools.count(1)
+        self._last: dict[str, tuple[tuple[str, int], ...]] = {}  # that was counted
         self._ended: dict[tuple[str, str], tuple[int, float]] = {}
 
     # ----------------------------------------------------------------------------------- recording
@@ -68,6 +83,33 @@ class Timeline:
         """Something happened, now."""
         self._add(HOST, EVENTS, what, time.perf_counter(), None, *more.items())
 
+    def offloaded(self, device: str, iteration: int, nbytes: int, begin: float, end: float) -> int:
+        """The host has asked for a group's offload; return the number that the group is told by."""
+        group = next(self._groups)
+        self._of_group(device, OFFLOADS, "offload", iteration, group, nbytes, begin, end)
+        return group
+
+    def prefetched(self, device: str, iteration: int, group: int, nbytes: int, begin: float, end: float) -> None:
+        """The host has asked for the prefetch of a group that was `offloaded`."""
+        self._of_group(device, PREFETCHES, "prefetch", iteration, group, nbytes, begin, end)
+
+    def counted(self, counter: str, at: float, *series: tuple[str, int]) -> None:
+        """So many bytes of each series are in use from then on."""
+        self._last[counter] = series
+        self._add(HOST, IN_USE, counter, at, None, *series)
+
+    def counted_at_group(self, counter: str, at: float, *series: tuple[str, int]) -> None:
+        """The same, where a group left or came: that is forgotten earlier."""
+        if self._last.get(counter) != series:
+            self._last[counter] = series
+            self._of_groups.append((next(self._numbers_of_groups), HOST, IN_USE, counter, at, None, series))
+
+    def _of_group(
+        self, device: str, kind: str, name: str, iteration: int, group: int, nbytes: int, begin: float, end: float
+    ) -> None:
+        more = (("bytes", nbytes), ("iteration", iteration), (GROUP, group))
+        self._of_groups.append((next(self._numbers_of_groups), device, kind, name, begin, end, more))
+
     def _until(self, device: str, kind: str, noun: str, number: int, end: float) -> None:
         """Add what took from the end of the one before it until `end`. The very first has no known beginning."""
         before = self._ended.get((device, kind))
@@ -88,63 +130,24 @@ class Timeline:
 
     def to_json(self) -> str:
         """Chrome's trace-event format: times in microseconds, on the host's monotonic clock."""
-        events = list(self._events)  # at once: others go on recording
-        recorded = max((event[0] for event in events), default=0)
+        events, of_groups = list(self._events), list(self._of_groups)  # at once: others go on recording
         metadata = {
             "clock": "CLOCK_MONOTONIC of the host, on which what a GPU did is placed as far as is known",
             "unix_time_at_zero": time.time() - time.perf_counter(),
-            "dropped_events": recorded - len(events),
+            "dropped_events": _dropped(events),
+            "dropped_events_of_groups": _dropped(of_groups),
         }
-        return json.dumps(
-            {"traceEvents": trace_events(events, os.getpid()), "displayTimeUnit": "ms", "otherData": metadata}
-        )
+        shown = trace_events(events + of_groups, self._process())
+        return json.dumps({"traceEvents": shown, "displayTimeUnit": "ms", "otherData": metadata})
+
+    def _process(self) -> Process:
+        """A rank has its own number: process ids may be the same on two nodes."""
+        pid, rank = os.getpid(), self._rank
+        label = f"pid {pid} on {platform.node()}"
+        if rank is None:
+            return Process(pid, f"process {pid}", label)
+        return Process(rank + 1, f"rank {rank}", label, place=rank)
 
 
-def trace_events(events: Iterable[Event], process: int) -> list[dict[str, Any]]:
-    """The events in Chrome's trace-event format, with the names of their tracks.
-
-    Slices of one track must not overlap there; where these do (two threads wait, two requests are under way), those
-    that begin later go on a track of their own.
-    """
-    rows: dict[tuple[str, str], _Rows] = {}
-    placed: list[tuple[tuple[str, int, int], dict[str, Any]]] = []
-    for _, device, kind, name, begin, end, more in sorted(events, key=lambda event: event[4]):
-        start, stop = (round(1e9 * at) for at in (begin, begin if end is None else end))
-        row = rows.setdefault((device, kind), _Rows()).take(start, stop)
-        lasts = {"ph": "i", "s": "t"} if end is None else {"ph": "X", "dur": (stop - start) / 1e3}
-        event = {"name": name, "cat": kind, "ts": start / 1e3, "pid": process, **lasts, "args": dict(more)}
-        placed.append(((device, ORDER.index(kind), row), event))
-    # The host's tracks first.
-    tracks = sorted({track for track, _ in placed}, key=lambda track: (track[0] != HOST, track))
-    threads = {track: number for number, track in enumerate(tracks, 1)}
-    named = [_metadata("process_name", process, 0, "tiers")]
-    for (device, place, row), thread in threads.items():
-        named.append(_metadata("thread_name", process, thread, _title(device, ORDER[place], row)))
-        named.append(_metadata("thread_sort_index", process, thread, thread))
-    return named + [event | {"tid": threads[track]} for track, event in placed]
-
-
-class _Rows:
-    """The rows of a track, each of which has one slice at a time. Slices come in the order of their beginnings."""
-
-    def __init__(self) -> None:
-        self._taken: list[tuple[int, int]] = []  # a heap: until when in nanoseconds, and which row
-        self._free: list[int] = []  # a heap
-
-    def take(self, start: int, stop: int) -> int:
-        """The first row that is free from `start`, in nanoseconds; it is taken until `stop`."""
-        while self._taken and self._taken[0][0] <= start:
-            heappush(self._free, heappop(self._taken)[1])
-        row = heappop(self._free) if self._free else len(self._taken)
-        heappush(self._taken, (stop, row))
-        return row
-
-
-def _metadata(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:
-    key = "sort_index" if isinstance(value, int) else "name"
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {key: value}}
-
-
-def _title(device: str, kind: str, row: int) -> str:
-    sampled = " (sampled)" if device != HOST and kind != ITERATIONS else ""
-    return f"{device} {kind}{sampled}{f', {row + 1}' if row else ''}"
+def _dropped(events: list[Event]) -> int:
+    return max((event[0] for event in events), default=0) - len(events)

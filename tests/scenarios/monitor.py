@@ -15,6 +15,7 @@ from tests.scenarios import Program, assert_same, main, moving, perceptron, trai
 from torch_tiers import assembly
 from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.streams import cuda as lanes_of_gpu
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 LEFT = {"d2h": 0.5, "h2d": 0.4, "bus": 0.4}
@@ -28,7 +29,7 @@ class _Fickle:
     def __init__(self) -> None:
         self.transfers: list[list[Transfer]] = []
 
-    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int], now: Now) -> Response:
         self.transfers.append(list(transfers))
         return (Response(), Response(2), Response(1, LEFT))[len(self.transfers) % 3]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.config import Config, ConfigError
@@ -35,7 +36,12 @@ def available_sensors(*, probe: bool) -> Choice:
     return choose([*rows, [TimedCopy()]] if probe else rows)
 
 
-def build(config: Config, places: Sequence[Path], timeline: Timeline | None = None) -> Monitor | None:
+def build(
+    config: Config,
+    places: Sequence[Path],
+    timeline: Timeline | None = None,
+    beside: Callable[[], Mapping[str, Any]] = dict,
+) -> Monitor | None:
     """Make the monitor, or return None if it is switched off.
 
     Parameters
@@ -44,6 +50,8 @@ def build(config: Config, places: Sequence[Path], timeline: Timeline | None = No
         Directories of which the first that serves shows its state; none if it is shown nowhere.
     timeline
         Is told of its changes of mind, if there is one.
+    beside
+        See `Monitor`.
 
     Raises
     ------
@@ -55,7 +63,7 @@ def build(config: Config, places: Sequence[Path], timeline: Timeline | None = No
     calibration = Calibration(asdict(config.links), read_curves(config.monitor.calibration))
     probe = config.monitor.probe
     watch = Watch(lambda: available_sensors(probe=probe), Copies(calibration), Judge(calibration), timeline=timeline)
-    return Monitor(watch, Board(*places) if places else None)
+    return Monitor(watch, Board(*places) if places else None, beside)
 
 
 def _text_of(path: Path) -> bytes:

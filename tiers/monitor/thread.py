@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.monitor.allowance import Allowance
 from torch_tiers.monitor.board import Board
@@ -22,6 +24,7 @@ IDLE = 1.0  # seconds from one tick to the next while nothing happens: what `tie
 PART = 0.01  # of one core that the thread may take, on average ...
 ATONCE = 0.05  # ... and processor seconds of that at once
 NAME = "tiers-monitor"  # of the thread
+NOTHING = Now()  # before the first iteration
 LOST = 10.0  # seconds without a tick after which nothing the thread said counts any more
 
 
@@ -32,11 +35,17 @@ class Monitor:
     ----------
     board : Board, optional
         Where the state is shown.
+    beside : callable
+        Returns what else is shown of the run, as plain data. Called by the thread, once a second at most.
     """
 
-    def __init__(self, watch: Watch, board: Board | None = None) -> None:
+    def __init__(
+        self, watch: Watch, board: Board | None = None, beside: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
         self.watch = watch
         self._board = board
+        self._beside = beside
+        self._now = NOTHING
         self._response = Response()
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -46,8 +55,9 @@ class Monitor:
         self._shown = float("-inf")
         self._pid = os.getpid()
 
-    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int], now: Now = NOTHING) -> Response:
         """Hand an iteration over; what the thread has last said. Returns at once and never raises."""
+        self._now = now
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
@@ -102,5 +112,8 @@ class Monitor:
             return
         self._shown = now
         program = " ".join(sys.argv)[:200]
+        run = {**self._now._asdict(), **self._beside()}
         with suppress(OSError):  # nobody will see it; all else goes on
-            self._board.write({"pid": os.getpid(), "at": time.time(), "program": program, **self.watch.state()})
+            self._board.write(
+                {"pid": os.getpid(), "at": time.time(), "program": program, "run": run, **self.watch.state()}
+            )

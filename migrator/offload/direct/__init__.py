@@ -27,7 +27,7 @@ from torch_tiers.migrator.offload.direct.writer import Write, Writer
 from torch_tiers.migrator.streams import Event, Lane
 from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.telemetry.timeline import HOST
+from torch_tiers.migrator.telemetry.trace_events import HOST
 
 log = logging.getLogger("tiers")
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.by_hand import eventually
 from tests.unit.monitors import watch
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.monitor.board import Board, read_all
 from torch_tiers.monitor.thread import Monitor
 
@@ -87,6 +88,15 @@ def test_where_nobody_can_write_the_monitor_goes_on(tmp_path: Path, caplog: pyte
     assert eventually(lambda: monitor.watch.steps > 0)
     monitor.close()
     assert not caplog.records
+
+
+def test_the_board_has_the_numbers_of_the_last_iteration_and_what_is_asked_for_beside(tmp_path: Path) -> None:
+    monitor = Monitor(watch(), Board(tmp_path), beside=lambda: {"dram": 5})
+    monitor.iteration_over([], {}, Now(hbm=7, step_s=0.5))
+    assert eventually(lambda: [state["run"] for state in read_all(tmp_path)])
+    (state,) = read_all(tmp_path)
+    monitor.close()
+    assert state["run"] == {**Now(hbm=7, step_s=0.5)._asdict(), "dram": 5}
 
 
 # --------------------------------------------------------------------------------------- what is not ours alone

@@ -15,15 +15,20 @@ import torch
 
 from tests.scenarios import moving, perceptron, train
 from tests.unit.tiers.test_activation import SMALL, START, stats_of, tiered
+from tests.unit.trace_event_rules import broken
 from torch_tiers import run_directory
 from torch_tiers.migrator.telemetry.timeline import Timeline
 
 STEPS = 8
 LANES = ("d2h", "h2d", "disk_write", "disk_read")
+COMMITTED = Path(__file__).parents[2] / "data" / "runs" / "mlp"
 
 
 def timeline_of(directory: Path) -> dict[str, Any]:
-    return json.loads(gzip.decompress((directory / "timeline.json.gz").read_bytes()))
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(gzip.decompress((directory / "timeline.json.gz").read_bytes()), parse_constant=refuse)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,33 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slices(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in timeline_of(run)["traceEvents"] if event["ph"] == "X" and event["cat"] == kind]
+
+
+def test_a_fresh_run_and_an_earlier_one_are_by_the_rules_of_the_format(run: Path) -> None:
+    assert broken(timeline_of(COMMITTED)) == []
+    fresh = timeline_of(run)
+    assert broken(fresh) == []
+    assert {event["ph"] for event in fresh["traceEvents"]} == {"M", "X", "i", "C", "s", "f"}
+
+
+def test_the_files_of_two_ranks_are_one_by_the_rules(run: Path) -> None:
+    first, second = timeline_of(run)["traceEvents"], json.loads(Timeline(rank=1).to_json())["traceEvents"]
+    ids = {event["id"] for event in first if event["ph"] == "s"}
+    assert ids and {number >> 32 for number in ids} == {1}
+    assert broken({"traceEvents": first + second}) == []
+
+
+def test_what_is_in_use_is_told_of_every_tier_and_no_more_than_the_highest(run: Path) -> None:
+    peaks, budget = stats_of(run)["peak"], stats_of(run)["budget"]["hbm"]
+    counts = [event for event in timeline_of(run)["traceEvents"] if event["ph"] == "C"]
+    for tier in ("dram", "nvme"):
+        used = [event["args"]["in use"] for event in counts if event["name"] == tier]
+        assert 0 < max(used) <= peaks[tier]
+        assert used[-1] == 0  # at the end of an iteration
+    hbm = [event["args"] for event in counts if event["name"] == "cpu hbm"]
+    assert max(args["peak"] for args in hbm) == peaks["hbm"]
+    assert {args["budget"] for args in hbm} == {budget}
+    assert all(args["saved"] <= args["peak"] for args in hbm if "saved" in args)
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -12,10 +12,28 @@ from rich.console import Console
 
 from tests.unit.monitors import Clock, Spoken, iteration, watch
 from torch_tiers import places
+from torch_tiers.allocator.host.ledger import Ledger
+from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli import top as top_verb
 from torch_tiers.cli.main import main
+from torch_tiers.cli.top_tables import brief, others, render, use
 from torch_tiers.monitor.board import Board
 from torch_tiers.monitor.sensors import Reading
+
+RUN = {
+    "hbm": 20 * GiB,
+    "hbm_budget": 24 * GiB,
+    "dram": 9 * GiB,
+    "dram_budget": 64 * GiB,
+    "nvme": 0,
+    "nvme_budget": 0,
+    "steps": 100,
+    "iterations": 200,
+    "step_s": 0.4,
+    "ideal_s": 0.16,
+    "predicted_s": 0.19,
+    "rank": 3,
+}
 
 
 @pytest.fixture
@@ -37,18 +55,92 @@ def shown(nothing_named: Path) -> Board:
     for k, left in enumerate([1.0] * 5 + [0.5] * 10):
         iteration(watched, clock, left, moved=k * 2_500_000_000)
     board = Board(directory)
-    board.write({"pid": 4711, "at": 0.0, "program": "train.py --fast", **watched.state()})
+    board.write({"pid": 4711, "at": 0.0, "program": "train.py --fast", "run": RUN, **watched.state()})
     return board
 
 
 def test_top_shows_lanes_traffic_verdict_and_what_was_done(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "4711: train.py --fast" in out
+    assert "4711 (rank 3): train.py --fast" in out
     assert "memory bus saturated, by whom is unknown, 50% of the bus left" in out
     assert "backed off to 25%: 8 groups ahead, plans count on what is left" in out
     assert "2.5 GB/s" in out
     assert "7.5 workers" in out
+    shown.close()
+
+
+def test_top_shows_what_is_in_use_of_each_tier_and_how_fast_the_program_is(
+    shown: Board, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of 0.4 s has two iterations here, of 0.16 s each with everything kept."""
+    assert main(["top", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "hbm 20.0 GiB of 24.0 GiB, dram 9.0 GiB of 64.0 GiB" in lines
+    assert "steps of 400.0 ms, 0.80 of the speed that is predicted with all memory" in lines
+    shown.close()
+
+
+@pytest.mark.parametrize(
+    ("run", "line"),
+    [
+        ({"step_s": None}, "no step is timed yet"),
+        ({"ideal_s": None, "predicted_s": None}, "steps of 400.0 ms"),
+        ({"predicted_s": 0.32}, "steps of 400.0 ms, 0.50 of the speed that is predicted with all memory"),
+        (
+            {"ideal_s": 0.3, "predicted_s": 0.2},
+            "steps of 400.0 ms, 1.00 of the speed that is predicted with all memory",
+        ),
+        ({"step_s": 2.5}, "steps of 2.50 s, 0.13 of the speed that is predicted with all memory"),
+    ],
+)
+def test_the_speed_is_told_as_far_as_it_is_known_by_the_rules_of_the_report(
+    shown: Board, run: dict[str, float | None], line: str
+) -> None:
+    (program,) = top_verb._programs()
+    assert line in list(render([program | {"run": RUN | run}]))
+    shown.close()
+
+
+def test_a_program_that_shows_no_run_is_one_with_an_earlier_version(shown: Board) -> None:
+    (program,) = top_verb._programs()
+    del program["run"]
+    assert next(iter(render([program]))) == "4711: train.py --fast"
+    Console(width=80).print(use([program]))
+    shown.close()
+
+
+def test_of_many_programs_each_has_its_lines_in_80_columns(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = top_verb._programs()
+    program |= {"pid": 1234567, "program": "examples/train_gpt.py --preset 1.3b " * 5}
+    large = {f"{tier}{what}": 1999 * GiB for tier in ("hbm", "dram", "nvme") for what in ("", "_budget")}
+    program["run"] |= large | {"rank": 1023}
+    Console(width=80).print(use([program] * 8), brief([program] * 8))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 2 * (8 + 2)
+    row = next(line for line in lines if "1023" in line)
+    assert "1999.0/1999.0" in row and "400.0 ms" in row and "0.80" in row
+    shown.close()
+
+
+def test_top_says_who_else_holds_host_memory_of_the_node(
+    shown: Board, nothing_named: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["other.py"])
+    nothing_named.chmod(0o700)
+    account = Ledger(nothing_named).open_account("dram", GiB)
+    account.claim(64 * MiB)
+    before = sorted(path.name for path in nothing_named.iterdir())
+    assert main(["top", "--once"]) == 0
+    assert "64.0 MiB by this process" in " ".join(capsys.readouterr().out.split())
+    assert main(["top", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["host_memory"]
+    assert held == [{"pid": os.getpid(), "program": "other.py", "bytes": 64 * MiB}]
+    assert sorted(path.name for path in nothing_named.iterdir()) == before
+    (holder,) = top_verb._holders()
+    assert list(others([{"pid": os.getpid()}], [holder])) == []  # whose own line has it
+    account.release(64 * MiB)
     shown.close()
 
 
@@ -73,7 +165,7 @@ def test_top_looks_where_the_ledger_is_named(
 
 def test_top_looks_once_where_nobody_would_see_it_refreshed(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top"]) == 0
-    assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    assert capsys.readouterr().out.count("4711 (rank 3): train.py --fast") == 1
     shown.close()
 
 
@@ -83,13 +175,13 @@ def test_top_looks_once_at_a_terminal_that_only_prints(
     monkeypatch.setenv("FORCE_COLOR", "1")  # passes for a terminal
     monkeypatch.setenv("TERM", "dumb")
     assert main(["top"]) == 0
-    assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    assert capsys.readouterr().out.count("4711 (rank 3): train.py --fast") == 1
     shown.close()
 
 
 def test_of_many_programs_top_shows_a_line_each(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = top_verb._programs()
-    Console(width=200).print(top_verb.brief([program] * 8))
+    Console(width=200).print(brief([program] * 8))
     lines = [line for line in capsys.readouterr().out.splitlines() if "4711" in line]
     assert len(lines) == 8
     assert all(word in lines[0] for word in ("train.py --fast", "by whom is unknown", "2.5 GB/s", "backed off to 25%"))

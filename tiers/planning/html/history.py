@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_tiers.migrator.model.fields import MOST_SECONDS, BadField, field, finite, parse, record, text, whole
 from torch_tiers.migrator.planner.intervals import Bytes, Floats
-from torch_tiers.migrator.telemetry.timeline import EVENTS, STEPS
+from torch_tiers.migrator.telemetry.trace_events import EVENTS, STEPS
 
 PLAN = "plan by "  # how the name of an event begins that says that a plan was adopted
 ANEW = "learns anew"

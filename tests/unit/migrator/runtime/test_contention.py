@@ -33,6 +33,7 @@ from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostEvent
 from torch_tiers.migrator.streams.pieces import Piece, at_full_speed, flat
 from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.monitor.calibration import Calibration
 from torch_tiers.monitor.sensors import Choice
@@ -110,7 +111,7 @@ class Late:
     def clock(self) -> float:
         return self.link.now
 
-    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int], now: Now) -> Response:
         last = self.watch.response
         self.watch.feed(transfers, moved)
         self.watch.tick()

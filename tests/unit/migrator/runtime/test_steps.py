@@ -21,6 +21,17 @@ def test_durations_lie_between_the_ends_of_steps() -> None:
     assert times.summary() == {"median": 2.0, "min": 1.0, "max": 3.0, "settled": NONE}
 
 
+def test_how_a_program_is_now_is_the_median_of_its_last_few_steps() -> None:
+    times = StepTimes()
+    assert times.lately() is None
+    now = 0.0
+    for took in [9.0] * 50 + [2.0] * (steps.LATELY // 2 + 1):
+        times.step(now)
+        now += took
+    times.step(now)
+    assert times.lately() == 2.0
+
+
 def test_the_median_is_of_recent_steps_and_the_extremes_of_all() -> None:
     times = StepTimes()
     now = 0.0

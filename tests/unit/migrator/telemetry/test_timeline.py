@@ -1,19 +1,18 @@
-"""What is recorded of a run, and the format in which Perfetto reads it."""
+"""What is recorded of a run, and what of it is written."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.telemetry.timeline import HOST, Event, Timeline, trace_events
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.telemetry.trace_events import HOST
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
@@ -30,44 +29,10 @@ def tracks(timeline: Timeline) -> list[str]:
 # ------------------------------------------------------------------------------------------- format
 
 
-def test_slices_and_instants_are_chrome_s_trace_events() -> None:
-    events: list[Event] = [
-        (2, "cuda:0", "h2d", "h2d", 3.0, 3.25, (("bytes", 500), ("GB/s", 2e-6))),
-        (1, HOST, "events", "plan by auto", 2.5, None, (("device", "cuda:0"),)),
-    ]
-    assert trace_events(events, process=77) == [
-        {"ph": "M", "pid": 77, "tid": 0, "name": "process_name", "args": {"name": "tiers"}},
-        {"ph": "M", "pid": 77, "tid": 1, "name": "thread_name", "args": {"name": "host events"}},
-        {"ph": "M", "pid": 77, "tid": 1, "name": "thread_sort_index", "args": {"sort_index": 1}},
-        {"ph": "M", "pid": 77, "tid": 2, "name": "thread_name", "args": {"name": "cuda:0 h2d (sampled)"}},
-        {"ph": "M", "pid": 77, "tid": 2, "name": "thread_sort_index", "args": {"sort_index": 2}},
-        {
-            "ph": "i",
-            "s": "t",
-            "name": "plan by auto",
-            "cat": "events",
-            "ts": 2_500_000.0,
-            "pid": 77,
-            "tid": 1,
-            "args": {"device": "cuda:0"},
-        },
-        {
-            "ph": "X",
-            "name": "h2d",
-            "cat": "h2d",
-            "ts": 3_000_000.0,
-            "dur": 250_000.0,
-            "pid": 77,
-            "tid": 2,
-            "args": {"bytes": 500, "GB/s": 2e-6},
-        },
-    ]
-
-
 def test_a_timeline_of_nothing_is_a_file_all_the_same() -> None:
     whole = json.loads(Timeline().to_json())
     assert whole["displayTimeUnit"] == "ms"
-    assert [event["name"] for event in whole["traceEvents"]] == ["process_name"]
+    assert {event["name"] for event in whole["traceEvents"]} == {"process_name", "process_sort_index", "process_labels"}
     assert whole["otherData"]["dropped_events"] == 0
 
 
@@ -106,20 +71,6 @@ def test_what_overlaps_goes_on_tracks_of_its_own() -> None:
         timeline.copied(HOST, "disk_write", 1, begin, end)
     assert tracks(timeline) == ["host disk_write", "host disk_write, 2"]
     assert [event["tid"] for event in told(timeline)] == [1, 2, 1]
-
-
-@given(st.lists(st.tuples(st.sampled_from(("d2h", "waits")), st.floats(0, 1e6), st.floats(1e-9, 1e5))))
-def test_no_two_slices_of_a_track_overlap_and_none_is_lost(slices: list[tuple[str, float, float]]) -> None:
-    recorded: list[Event] = [
-        (number, "cuda:0", kind, kind, begin, begin + took, ()) for number, (kind, begin, took) in enumerate(slices, 1)
-    ]
-    events = [event for event in trace_events(recorded, 1) if event["ph"] == "X"]
-    assert len(events) == len(slices)
-    for track in {event["tid"] for event in events}:
-        own = [event for event in events if event["tid"] == track]
-        assert len({event["cat"] for event in own}) == 1
-        for first, second in pairwise(own):
-            assert round(1e3 * (first["ts"] + first["dur"])) <= round(1e3 * second["ts"])
 
 
 # ---------------------------------------------------------------------------------------- recording
@@ -168,6 +119,28 @@ def test_the_latest_events_are_kept_and_the_others_counted() -> None:
     whole = json.loads(timeline.to_json())
     assert [event["name"] for event in told(timeline)] == [str(number) for number in range(15, 25)]
     assert whole["otherData"]["dropped_events"] == 15
+
+
+def test_what_groups_do_pushes_nothing_else_out_and_is_counted_by_itself() -> None:
+    timeline = Timeline(most=10, of_groups=4)
+    timeline.step(1, 1.0)
+    timeline.step(2, 2.0)
+    for number in range(6):
+        timeline.counted_at_group("dram", float(number), ("in use", number))
+    assert [event["name"] for event in told(timeline)] == ["step 2", *["dram"] * 4]
+    more = json.loads(timeline.to_json())["otherData"]
+    assert (more["dropped_events"], more["dropped_events_of_groups"]) == (0, 2)
+
+
+def test_a_rank_is_a_process_of_its_own_by_its_name() -> None:
+    """Process ids may be the same on two nodes, and 0 is Perfetto's idle process."""
+    first, second = (json.loads(Timeline(rank=rank).to_json())["traceEvents"] for rank in (0, 1))
+    assert [event["args"] for event in second[:2]] == [{"name": "rank 1"}, {"sort_index": 1}]
+    assert {event["pid"] for event in first} == {1}
+    assert {event["pid"] for event in second} == {2}
+    nobody_knows = json.loads(Timeline(rank=None).to_json())["traceEvents"]
+    assert nobody_knows[0]["args"] == {"name": f"process {os.getpid()}"}
+    assert nobody_knows[0]["pid"] == os.getpid()
 
 
 def test_threads_may_record_while_another_writes() -> None:
