@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.monitor.build import available_sensors
 from torch_tiers.monitor.calibration import Calibration
@@ -57,10 +58,10 @@ class Switch:
         times = psutil.Process().threads() if threads else []
         return float(sum(taken.user_time + taken.system_time for taken in times if taken.id in threads))
 
-    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+    def iteration_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int], now: Now) -> Response:
         if self.monitor is None:
             return Response()
         start = time.perf_counter()
-        response = self.monitor.iteration_over(transfers, moved)
+        response = self.monitor.iteration_over(transfers, moved, now)
         self.times.append(time.perf_counter() - start)
         return response

@@ -87,6 +87,7 @@ def install(listener: Listener) -> None:
         _autograd._saved_tensors_hooks_disable = _disable
         _autograd._saved_tensors_hooks_enable = _enable
         _stand_before_calls()
+        _stand_before_backwards()
         peaks.install()
         process_groups.install()
         _keep_dynamo_out()
@@ -105,6 +106,7 @@ def uninstall() -> None:
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
     _stand_aside()
+    _leave_backwards()
     peaks.uninstall()
     process_groups.uninstall()
 
@@ -200,6 +202,50 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _say_left_behind()
 
 
+# The engine copies the hooks that are on the stack as a backward begins, several times for each node of the graph, and
+# each copy takes the interpreter's lock: 20 times a node. Nothing that backward saves is ours to move, so our hooks are
+# off meanwhile; tensors that were saved before have theirs.
+
+_BACKWARD = "_engine_run_backward"  # what PyTorch's own `torch.compiler` replaces in the same two places
+_plain_backward: Any = None
+_our_backward: Any = None
+
+
+def _stand_before_backwards() -> None:
+    global _plain_backward, _our_backward
+    plain = _plain_backward = getattr(torch.autograd.graph, _BACKWARD)
+
+    @wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        saver = _step_aside()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _step_back(saver)
+
+    _our_backward = backward
+    for module in (torch.autograd.graph, torch.autograd):
+        setattr(module, _BACKWARD, backward)
+
+
+def _step_aside() -> Saver | None:
+    saver = None if _active is None else _active.saver()
+    return saver if saver is not None and saver.step_aside() else None
+
+
+def _step_back(saver: Saver | None) -> None:
+    if saver is not None:
+        saver.step_back()
+
+
+def _leave_backwards() -> None:
+    global _plain_backward, _our_backward
+    for module in (torch.autograd.graph, torch.autograd):
+        if _our_backward is not None and getattr(module, _BACKWARD) is _our_backward:
+            setattr(module, _BACKWARD, _plain_backward)
+    _plain_backward = _our_backward = None
+
+
 # `torch.func` disables saved-tensor hooks while it runs, which PyTorch refuses while there are any; for this ours do
 # not count. Hooks of the program's own, above ours, still make it refuse. The functions below
 # `torch.autograd.graph.disable_saved_tensors_hooks` are replaced, not that one: Dynamo knows it by identity.
@@ -236,12 +282,13 @@ def _keep_dynamo_out() -> None:
     of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
     by_the_shortcut = (Mover.take, Mover.restore, Saver.drop, Saver.note, Replay.run, *of_engines)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)
-    entries = (_enter, _leave, _stepping, _stepped, _disable, _enable)
+    entries = (_enter, _leave, _step_aside, _step_back, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
-    # What a module's call comes to is the program's, though.
+    # What a module's call or a backward comes to is the program's, though.
     passed = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(_our_call.__code__, passed)
+    for function in (_our_call, _our_backward):
+        eval_frame.set_code_exec_strategy(function.__code__, passed)
 
 
 def _after_fork() -> None:

@@ -30,7 +30,7 @@ class OnStack:
     def __init__(self) -> None:
         self.hooks: Hooks = (self.pack, self.unpack)
         self.resting = self.bypassed = False
-        self._suspended = False
+        self._suspended = self._aside = False
 
     def pack(self, tensor: Tensor) -> Any:
         """Handle a tensor that autograd saves."""
@@ -46,6 +46,9 @@ class OnStack:
 
     def take_off(self) -> bool:
         """Switch the hooks off unless somebody else's lie on top of them; return whether they are off."""
+        if self._aside:
+            self._aside = False  # nobody puts them back
+            return True
         if not self.on_top():
             return False
         _autograd._pop_saved_tensors_default_hooks()
@@ -63,6 +66,19 @@ class OnStack:
         elif self.is_free():
             self.push()
             self.bypassed = False
+
+    def step_aside(self) -> bool:
+        """Switch the hooks off until `step_back`, if they are on and on top; return whether they were."""
+        if self._aside or not self.take_off():
+            return False
+        self._aside = True
+        return True
+
+    def step_back(self) -> None:
+        """Switch the hooks on again, unless they were to be off in the meantime."""
+        if self._aside:
+            self._aside = False
+            self.push()
 
     def suspend(self) -> None:
         """Switch the hooks off until `resume`; they must be on top."""

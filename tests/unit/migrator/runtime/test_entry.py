@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.scenarios import Own
 from torch_tiers.migrator.runtime import entry
+from torch_tiers.migrator.saved.stack import OnStack
 
 
 class _Raises(nn.Module):
@@ -225,3 +226,71 @@ def test_to_uninstall_what_is_not_installed_changes_nothing(monkeypatch: pytest.
 def test_a_module_s_call_can_be_pickled(listener: mock.Mock) -> None:
     assert pickle.loads(pickle.dumps(nn.Module.__call__)) is nn.Module.__call__
     assert pickle.loads(pickle.dumps(nn.Identity().__call__))(1) == 1
+
+
+class _Hooks(OnStack):
+    def pack(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        return packed
+
+
+def _are_on() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@pytest.mark.parametrize("run", ["backward", "grad", "in_a_backward"])
+def test_hooks_are_off_while_a_backward_runs(listener: mock.Mock, run: str) -> None:
+    """The engine copies those on the stack for each node, with the interpreter's lock, several times."""
+    hooks = listener.saver.return_value = _Hooks()
+    hooks.push()
+    on = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp().sum()
+
+    def hook(grad: Tensor) -> None:
+        if run == "in_a_backward":
+            with torch.enable_grad():
+                (2 * x).sum().backward()
+        on.append(_are_on())
+
+    y.register_hook(hook)
+    if run == "grad":
+        torch.autograd.grad(y, x, create_graph=True)[0].sum().backward()
+    else:
+        y.backward()
+    assert (on, _are_on()) == ([False], True)
+    assert hooks.take_off()
+
+
+def test_hooks_are_on_after_a_backward_that_raises(listener: mock.Mock) -> None:
+    hooks = listener.saver.return_value = _Hooks()
+    hooks.push()
+    y = torch.ones(2, requires_grad=True).sum()
+
+    def hook(grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    y.register_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        y.backward()
+    assert hooks.take_off()
+
+
+def test_a_backward_is_pytorch_s_own_after_the_session() -> None:
+    plain = torch.autograd.graph._engine_run_backward
+    entry.install(mock.Mock())
+    kept = torch.autograd.graph._engine_run_backward
+    entry.uninstall()
+    assert torch.autograd.graph._engine_run_backward is torch.autograd._engine_run_backward is plain
+    x, one = torch.ones(2, requires_grad=True), torch.ones(())
+    found = kept((x.sum(),), (one,), False, False, (x,), allow_unreachable=True, accumulate_grad=False)
+    assert found[0].tolist() == [1, 1]
+
+
+def test_what_somebody_has_put_over_our_backward_stays(listener: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = mock.Mock()
+    monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", theirs)
+    entry.uninstall()
+    assert torch.autograd.graph._engine_run_backward is theirs

@@ -106,3 +106,32 @@ def test_bypassed_hooks_do_not_come_back_where_hooks_are_forbidden(hooks: Counti
         assert hooks.bypassed
     hooks.bypass(on=False)
     assert hooks.sees()
+
+
+def test_hooks_that_step_aside_are_off_until_they_step_back(hooks: Counting) -> None:
+    assert hooks.step_aside()
+    assert not hooks.sees()
+    assert not hooks.step_aside(), "a backward within a backward"
+    hooks.step_back()
+    hooks.step_back()
+    assert hooks.sees()
+    assert hooks.take_off()
+    assert not hooks.sees(), "they are on the stack once"
+
+
+def test_hooks_that_are_switched_off_while_they_are_aside_do_not_step_back(hooks: Counting) -> None:
+    """As a session that is closed in backward, or hooks that rest after a step in it."""
+    hooks.step_aside()
+    assert hooks.rest()
+    hooks.step_back()
+    assert not hooks.sees()
+
+
+def test_hooks_below_somebody_else_s_do_not_step_aside(hooks: Counting) -> None:
+    others = Counting()
+    others.push()
+    assert not hooks.step_aside()
+    hooks.step_back()
+    assert others.sees()
+    others.take_off()
+    assert hooks.sees()
