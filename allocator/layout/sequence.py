@@ -206,5 +206,7 @@ class Watch:
             self._lacking = False
             self._until = self._period + min(LONGEST_PAUSE, 1 << max(0, self._looks - EAGER))
             return Verdict.RENEW
-        self._lacking |= misled
-        return Verdict.FORGET if misled else Verdict.KEEP
+        if misled and not came_before:
+            self._lacking = True
+            return Verdict.FORGET
+        return Verdict.KEEP  # also where another of several kinds comes, which is laid out when it is its turn

@@ -206,14 +206,14 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 # each copy takes the interpreter's lock: 20 times a node. Nothing that backward saves is ours to move, so our hooks are
 # off meanwhile; tensors that were saved before have theirs.
 
-_BACKWARD = "_engine_run_backward"  # what PyTorch's own `torch.compiler` replaces in the same two places
+_differentiation: Any = torch.autograd  # whose `backward` and `grad` look the function up that is replaced
 _plain_backward: Any = None
 _our_backward: Any = None
 
 
 def _stand_before_backwards() -> None:
     global _plain_backward, _our_backward
-    plain = _plain_backward = getattr(torch.autograd.graph, _BACKWARD)
+    plain = _plain_backward = _differentiation._engine_run_backward
 
     @wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -223,9 +223,7 @@ def _stand_before_backwards() -> None:
         finally:
             _step_back(saver)
 
-    _our_backward = backward
-    for module in (torch.autograd.graph, torch.autograd):
-        setattr(module, _BACKWARD, backward)
+    _differentiation._engine_run_backward = _our_backward = backward
 
 
 def _step_aside() -> Saver | None:
@@ -240,9 +238,8 @@ def _step_back(saver: Saver | None) -> None:
 
 def _leave_backwards() -> None:
     global _plain_backward, _our_backward
-    for module in (torch.autograd.graph, torch.autograd):
-        if _our_backward is not None and getattr(module, _BACKWARD) is _our_backward:
-            setattr(module, _BACKWARD, _plain_backward)
+    if _our_backward is not None and _differentiation._engine_run_backward is _our_backward:
+        _differentiation._engine_run_backward = _plain_backward
     _plain_backward = _our_backward = None
 
 

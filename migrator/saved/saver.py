@@ -132,6 +132,8 @@ class Saver(OnStack):
 
     def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
+            if self.aside:
+                self.come_back()
             for armed in self.movers.armed:  # a forward that raised, before one that saves nothing, such as validation
                 armed.collect()
             if self.place.recording and self._replays is not None:
@@ -158,7 +160,8 @@ class Saver(OnStack):
 
     def _bypass_or_not(self) -> None:
         place = self.place
-        if not place.bypass and not self.bypassed:
+        # What is switched within a node of the graph is as before after the node.
+        if (not place.bypass and not self.bypassed) or self.aside or _graph_task() != -1:
             return
         bypass = place.bypass.get(place.here.path, False) if not place.in_backward else False
         if bypass is not None and bypass is not self.bypassed:

@@ -25,12 +25,14 @@ class OnStack:
         Whether the hooks are off because they have nothing to do.
     bypassed : bool
         Whether the hooks are off within the present module; see `bypass`.
+    aside : bool
+        Whether they are off while a backward runs; see `step_aside`.
     """
 
     def __init__(self) -> None:
         self.hooks: Hooks = (self.pack, self.unpack)
         self.resting = self.bypassed = False
-        self._suspended = self._aside = False
+        self.aside = self._suspended = False
 
     def pack(self, tensor: Tensor) -> Any:
         """Handle a tensor that autograd saves."""
@@ -46,8 +48,8 @@ class OnStack:
 
     def take_off(self) -> bool:
         """Switch the hooks off unless somebody else's lie on top of them; return whether they are off."""
-        if self._aside:
-            self._aside = False  # nobody puts them back
+        if self.aside:
+            self.aside = False  # nobody puts them back
             return True
         if not self.on_top():
             return False
@@ -69,16 +71,23 @@ class OnStack:
 
     def step_aside(self) -> bool:
         """Switch the hooks off until `step_back`, if they are on and on top; return whether they were."""
-        if self._aside or not self.take_off():
+        if self.aside or not self.on_top():
             return False
-        self._aside = True
+        self.aside = True  # first: an interrupt may come after each line; see `come_back`
+        _autograd._pop_saved_tensors_default_hooks()
         return True
 
     def step_back(self) -> None:
         """Switch the hooks on again, unless they were to be off in the meantime."""
-        if self._aside:
-            self._aside = False
+        if self.aside:
             self.push()
+            self.aside = False
+
+    def come_back(self) -> None:
+        """Switch the hooks on again, as no backward runs any more, in which an interrupt came between two lines."""
+        if self.aside and not self.on_top() and self.is_free():
+            self.push()
+        self.aside = False
 
     def suspend(self) -> None:
         """Switch the hooks off until `resume`; they must be on top."""

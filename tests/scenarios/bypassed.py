@@ -177,6 +177,29 @@ def an_exception_within_leaves_the_hooks_as_they_were(device: torch.device) -> N
         assert [layer.called[-1] for layer in _layers(model)][-1]
 
 
+def a_module_that_backward_calls_leaves_the_hooks_as_they_were(device: torch.device) -> None:
+    """What is switched within a node of the graph is as before after the node: hooks were off for good."""
+    model = _model(device)
+    part: Any = model[0]
+    with _recomputing() as session:
+        train(model, device, steps=STEPS)
+        ours = session.runtime.saver()
+        assert ours is not None and not part.first[0].called[-1], "it was to be bypassed"
+        for calls in (part.first, model):
+            loss = model(
+                batch(device, 0)
+            ).sum()  # whose node saves nothing: no tensor was asked for when the hook comes
+
+            def hook(grad: Tensor, calls: nn.Module = calls) -> None:
+                calls(batch(device, 1))
+
+            loss.register_hook(hook)
+            loss.backward()
+            assert ours.on_top() and not ours.bypassed and not ours.aside
+        train(model, device, steps=2)
+        assert [layer.called[-1] for layer in _layers(model)] == [False, False, True] * 2
+
+
 def the_session_ends_within_one(device: torch.device) -> None:
     """Its hooks were off then, and stay so."""
     opened = _recomputing()

@@ -178,6 +178,34 @@ def test_a_kind_that_another_begins_with_is_not_taken_for_it(pages: OnOneCore, c
     assert core.counts().hbm == 18 * MiB
 
 
+@pytest.mark.parametrize("kinds", [2, 4, 8])
+def test_kinds_that_take_turns_are_all_laid_out(pages: OnOneCore, core: Core, kinds: int) -> None:
+    """Each is wholly another than the one before, as where every period is new; but all of them come again."""
+    pages.begin()
+
+    def turns(count: int) -> None:
+        for period in range(count):
+            step(core, (2 + period % kinds) * MiB, (4 + period % kinds) * MiB)
+            pages.period_over()
+
+    turns(20 * kinds)
+    before = core.counts()
+    turns(2 * kinds)
+    assert core.counts().departed == before.departed
+    assert core.counts().planned - before.planned == 4 * kinds
+
+
+def test_where_every_period_is_new_none_is_laid_out(pages: OnOneCore, core: Core) -> None:
+    pages.begin()
+    for period in range(40):
+        step(core, *((1 + (7 * period + 3 * request) % 13) * MiB + period * 512 for request in range(4)))
+        pages.period_over()
+        if period == 4:
+            before = core.counts()
+    assert core.counts().planned == before.planned
+    assert core.counts().departed == before.departed, "there is nothing to depart from"
+
+
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -279,18 +279,23 @@ def test_hooks_are_on_after_a_backward_that_raises(listener: mock.Mock) -> None:
 
 
 def test_a_backward_is_pytorch_s_own_after_the_session() -> None:
-    plain = torch.autograd.graph._engine_run_backward
+    autograd: Any = torch.autograd
+    plain = autograd._engine_run_backward
     entry.install(mock.Mock())
-    kept = torch.autograd.graph._engine_run_backward
+    kept = autograd._engine_run_backward
     entry.uninstall()
-    assert torch.autograd.graph._engine_run_backward is torch.autograd._engine_run_backward is plain
+    assert autograd._engine_run_backward is plain is not kept
     x, one = torch.ones(2, requires_grad=True), torch.ones(())
     found = kept((x.sum(),), (one,), False, False, (x,), allow_unreachable=True, accumulate_grad=False)
     assert found[0].tolist() == [1, 1]
 
 
-def test_what_somebody_has_put_over_our_backward_stays(listener: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = mock.Mock()
-    monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", theirs)
+def test_what_somebody_has_put_in_the_place_of_backward_runs_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, since = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", before)
+    entry.install(mock.Mock())
+    torch.ones(2, requires_grad=True).sum().backward()
+    before.assert_called_once()
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", since)
     entry.uninstall()
-    assert torch.autograd.graph._engine_run_backward is theirs
+    assert torch.autograd._engine_run_backward is since  # type: ignore[attr-defined]

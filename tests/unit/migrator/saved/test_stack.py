@@ -135,3 +135,14 @@ def test_hooks_below_somebody_else_s_do_not_step_aside(hooks: Counting) -> None:
     assert others.sees()
     others.take_off()
     assert hooks.sees()
+
+
+def test_hooks_that_an_interrupt_left_aside_come_back_once(hooks: Counting) -> None:
+    """Ctrl-C in a notebook may come between any two lines of ours."""
+    hooks.step_aside()
+    hooks.come_back()
+    assert hooks.sees() and not hooks.aside
+    hooks.aside = True  # they were put back, and that is not yet noted
+    hooks.come_back()
+    assert hooks.take_off()
+    assert not hooks.sees()
