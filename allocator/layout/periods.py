@@ -17,7 +17,7 @@ from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.layout.demotion import State, demote_or_promote
 from torch_tiers.allocator.layout.evaluations import Evaluations
 from torch_tiers.allocator.layout.kinds import Kinds
-from torch_tiers.allocator.layout.sequence import Verdict, Watch, predict, repeats
+from torch_tiers.allocator.layout.sequence import LayoutDecision, Watch, predict, repeats
 from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import PAGE, GiB, round_up
@@ -167,12 +167,12 @@ class Periods:
             return not forgot
         last, before = self._evaluations.logs()
         sizes = last.requests["bytes"].astype(np.int64)
-        verdict = watch.period_over(sizes, since, repeated=repeats(last, before))
+        decision = watch.period_over(sizes, since, repeated=repeats(last, before))
         forgot = kinds.period_over(last)
-        if verdict is Verdict.FORGET:
+        if decision is LayoutDecision.FORGET:
             kinds.forget()
-            core.forget_layout(core.counts().hbm_limit)
-        elif demoted or verdict is Verdict.RENEW:
+            core.forget_layout(core.counts().hbm_limit)  # and grow as far as that is
+        elif demoted or decision is LayoutDecision.RENEW:
             counts = core.counts()
             # What is in use now lives on; and heaps end with pages that are used in part.
             room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes

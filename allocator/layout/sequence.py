@@ -119,7 +119,7 @@ def repeats(last: Log, before: Log) -> bool:
     )
 
 
-class Verdict(Enum):
+class LayoutDecision(Enum):
     """What to do about the layout after a period."""
 
     KEEP = auto()
@@ -174,7 +174,7 @@ class Watch:
         """Count so many periods that repeated the last, which did not have to be looked at."""
         self._period += periods
 
-    def period_over(self, sizes: Ints, departed: int, *, repeated: bool) -> Verdict:
+    def period_over(self, sizes: Ints, departed: int, *, repeated: bool) -> LayoutDecision:
         """Count a period in which `departed` requests were not as predicted; return what to do about the layout.
 
         If the period repeated the one before, a few departures are enough: the program repeats by now, and the layout
@@ -196,7 +196,7 @@ class Watch:
         has_layout = self._looks > 0 and not self._lacking
         if has_layout and departed <= (TOLERATED if repeated else TOLERATED_SHARE * len(sizes)):
             self._came_as_laid_out()
-            return Verdict.KEEP
+            return LayoutDecision.KEEP
         misled = has_layout and departed > MISLED * len(sizes)
         self._misled = 0 if came_before else self._misled + misled
         # One that repeats, and has no layout, is none of those that never do.
@@ -205,8 +205,8 @@ class Watch:
             self._looks += 1
             self._lacking = False
             self._until = self._period + min(LONGEST_PAUSE, 1 << max(0, self._looks - EAGER))
-            return Verdict.RENEW
+            return LayoutDecision.RENEW
         if misled and not came_before:
             self._lacking = True
-            return Verdict.FORGET
-        return Verdict.KEEP  # also where another of several kinds comes, which is laid out when it is its turn
+            return LayoutDecision.FORGET
+        return LayoutDecision.KEEP  # also where another of several kinds comes, which is laid out when it is its turn

@@ -15,7 +15,7 @@ from torch_tiers.migrator.model.trace import Trace
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What a recorded iteration tells of the cached plans."""
 
     differs: bool = False  # it is larger than in the earlier run, or recomputes less
@@ -60,18 +60,18 @@ class CachedRun:
         """Take note of other plans or predictions, which are not cached."""
         self._is_stored = False
 
-    def verify(self, in_force: PlansInForce, trace: Trace, peak: int) -> Verdict:
+    def verify(self, in_force: PlansInForce, trace: Trace, peak: int) -> Verification:
         """Judge the plans that were found by the first whole iteration; of later ones nothing is said."""
         verifies, self._verifies = self._verifies, False
         if not verifies:
-            return Verdict()
+            return Verification()
         known = {key for of in in_force.traces for key in of.by_key}
         if not trace.by_key.keys() <= known:
-            return Verdict(completes=self._unseen)  # another kind, of which nothing was said
+            return Verification(completes=self._unseen)  # another kind, of which nothing was said
         most = max((each.peak() for each in in_force.planned), default=0)
         fits = peak <= max(most, self._target) + int(SETTLED * self._target)
         recomputes = _dropped(in_force.plans) & trace.by_key.keys() <= _obtainable(trace)
-        return Verdict(differs=not (fits and recomputes), completes=self._unseen)
+        return Verification(differs=not (fits and recomputes), completes=self._unseen)
 
     def store(self, in_force: PlansInForce, feedback: Feedback, static: Callable[[], int]) -> bool:
         """Cache what was learned, once; return whether that was done.

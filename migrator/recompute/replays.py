@@ -168,7 +168,7 @@ class Replays:
         self._recorder = recorder
         self._is_fixed = is_fixed
         self._fixed: set[int] = set()
-        self._records_now = False  # whether there is a record of this thread's; also where there may be
+        self._records_now = False  # whether this thread may have a record under way
         self._packs: Packs | None = None
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
@@ -197,9 +197,9 @@ class Replays:
         if self._forwards > FORWARDS:
             self.end()
         if self._packs is None:
-            if self._records_now:
+            if self._records_now:  # an interrupt came between the next lines: nobody could record after that
                 self._recorder.stop()
-            self._records_now = True  # an interrupt may come once it has begun, and all others would find it taken
+            self._records_now = True  # before the record begins, so that an interrupt right after that is noticed
             self._records_now = self._recorder.begin(states=True)
             if self._records_now:
                 self._packs = self._recorder.packs()

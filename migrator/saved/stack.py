@@ -84,8 +84,10 @@ class OnStack:
             self.aside = False
 
     def come_back(self) -> None:
-        """Switch the hooks on again, as no backward runs any more, in which an interrupt came between two lines."""
-        if self.aside and not self.on_top() and self.is_free():
+        """Switch the hooks on again that an interrupt left aside. Call it while no backward runs."""
+        if self.aside and not self.on_top():
+            if not self.is_free():
+                return  # they come back once somebody else's hooks are gone
             self.push()
         self.aside = False
 

@@ -56,10 +56,10 @@ class HostClock:
         self._own, self._delay, self._behind = 0.0, 0.0, behind
 
     def busy(self, device: Sequence[float], when: Callable[[TimedEvent], float]) -> tuple[float, ...]:
-        """The device's seconds in each stretch, without those in which the host waited for memory, and it for the host.
+        """Return the device's seconds in each stretch without those in which it waited for memory to be mapped.
 
-        The device is done with what it had as the stretch began, and waits. What it was given in that stretch before,
-        it does meanwhile: that is little, and left out as well.
+        While the host maps pages, the device finishes what it had when the stretch began; then it waits. What the host
+        had issued in that stretch before the pages is left out as well: that is little.
 
         Parameters
         ----------

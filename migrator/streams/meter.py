@@ -21,7 +21,7 @@ from torch_tiers.migrator.streams.hold import Hold
 from torch_tiers.migrator.streams.host_clock import HostClock
 
 NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
-LONG = 5e-4  # seconds of our own work, in which a device that is held back for less has nothing to do
+LONG = 5e-4  # seconds: our own work that takes longer outlasts a short hold, and the device waits for it
 
 
 class Host(Protocol):
@@ -166,7 +166,8 @@ class CudaMeter:
     def arrive(self, *, outside: bool = False) -> None:
         """Stop counting host time as the program's, until `depart`: a hook has begun.
 
-        One that begins `outside` of positions may last: what the device waits for it is left out, as it is after one.
+        One `outside` of positions, such as a module's call, marks the stream: no tick does so for it. What the device
+        waits for such work is left out.
         """
         self._host.arrive()
         self._work = (self.mark(), time.perf_counter()) if outside and not self._compute.capturing() else None
@@ -177,7 +178,10 @@ class CudaMeter:
         self._host.depart()
 
     def _work_over(self, at: TimedEvent | None = None) -> None:
-        """Our own work ends, at a point that is marked already: nothing of the program's is between."""
+        """End our own work, at the event `at` or now. If it took long, leave out what the device did since it began.
+
+        The program has given the stream nothing meanwhile.
+        """
         work, self._work = self._work, None
         if work is not None and time.perf_counter() - work[1] > LONG and not self._compute.capturing():
             self._left_out.append((work[0], self.mark() if at is None else at))

@@ -8,8 +8,8 @@ from torch_tiers.allocator.layout.sequence import (
     EAGER,
     LONGEST_PAUSE,
     TOLERATED,
+    LayoutDecision,
     Log,
-    Verdict,
     Watch,
     predict,
     repeats,
@@ -108,21 +108,25 @@ def other(number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def test_the_first_period_is_laid_out_and_one_as_predicted_is_not() -> None:
     watch = Watch()
-    assert watch.period_over(ONE, 0, repeated=False) is Verdict.RENEW
-    assert watch.period_over(ONE, 1, repeated=True) is Verdict.KEEP
+    assert watch.period_over(ONE, 0, repeated=False) is LayoutDecision.RENEW
+    assert watch.period_over(ONE, 1, repeated=True) is LayoutDecision.KEEP
 
 
 def test_a_program_that_has_settled_is_laid_out_again_if_the_layout_was_made_before() -> None:
     watch = Watch()
     watch.period_over(ONE, 0, repeated=False)
-    assert watch.period_over(other(1), 500, repeated=False) is Verdict.RENEW
-    assert watch.period_over(other(1), 10, repeated=True) is Verdict.RENEW
-    assert watch.period_over(other(1), 1, repeated=True) is Verdict.KEEP
+    assert watch.period_over(other(1), 500, repeated=False) is LayoutDecision.RENEW
+    assert watch.period_over(other(1), 10, repeated=True) is LayoutDecision.RENEW
+    assert watch.period_over(other(1), 1, repeated=True) is LayoutDecision.KEEP
 
 
 def test_a_program_that_is_a_little_new_in_every_period_is_looked_at_ever_more_rarely() -> None:
     watch = Watch()
-    looks = [period for period in range(2000) if watch.period_over(other(period), 400, repeated=False) is Verdict.RENEW]
+    looks = [
+        period
+        for period in range(2000)
+        if watch.period_over(other(period), 400, repeated=False) is LayoutDecision.RENEW
+    ]
     assert looks[:EAGER] == list(range(EAGER))
     assert max(np.diff(looks)) == LONGEST_PAUSE
     assert len(looks) < 40
@@ -132,34 +136,34 @@ def misled() -> Watch:
     """Two periods in a row had little of their layouts."""
     watch = Watch()
     watch.period_over(ONE, 0, repeated=False)
-    assert watch.period_over(other(0), 900, repeated=False) is Verdict.RENEW
-    assert watch.period_over(other(1), 900, repeated=False) is Verdict.FORGET
+    assert watch.period_over(other(0), 900, repeated=False) is LayoutDecision.RENEW
+    assert watch.period_over(other(1), 900, repeated=False) is LayoutDecision.FORGET
     return watch
 
 
 def test_layouts_of_which_little_came_are_given_up_and_only_what_comes_again_has_another() -> None:
     watch = misled()
-    assert all(watch.period_over(other(k), 0, repeated=False) is Verdict.KEEP for k in range(2, 100))
-    assert watch.period_over(other(95), 0, repeated=False) is Verdict.RENEW, "of a few periods ago"
-    assert watch.period_over(other(95), 0, repeated=True) is Verdict.KEEP
+    assert all(watch.period_over(other(k), 0, repeated=False) is LayoutDecision.KEEP for k in range(2, 100))
+    assert watch.period_over(other(95), 0, repeated=False) is LayoutDecision.RENEW, "of a few periods ago"
+    assert watch.period_over(other(95), 0, repeated=True) is LayoutDecision.KEEP
 
 
 def test_a_period_comes_again_where_nearly_all_of_it_does() -> None:
     nearly = np.concatenate([other(1)[:950], other(2)[950:]])
-    assert misled().period_over(nearly, 0, repeated=False) is Verdict.RENEW
+    assert misled().period_over(nearly, 0, repeated=False) is LayoutDecision.RENEW
 
 
 def test_kinds_of_periods_that_take_turns_are_laid_out_though_each_is_wholly_another() -> None:
     watch = Watch()
     turns = [(ONE if period % 2 else other(0), 0 if period == 0 else 900) for period in range(6)]
-    assert {watch.period_over(*turn, repeated=False) for turn in turns} == {Verdict.RENEW}
+    assert {watch.period_over(*turn, repeated=False) for turn in turns} == {LayoutDecision.RENEW}
 
 
 def test_a_layout_that_came_right_is_trusted_again() -> None:
     watch = misled()
     for _ in range(3):
         watch.period_over(other(2), 0, repeated=False)
-    assert watch.period_over(other(3), 400, repeated=False) is Verdict.RENEW
+    assert watch.period_over(other(3), 400, repeated=False) is LayoutDecision.RENEW
 
 
 def test_a_period_that_repeats_the_one_before_is_looked_at_where_more_than_a_few_departed_or_there_is_no_layout() -> (
@@ -182,7 +186,7 @@ def test_a_program_that_settled_is_looked_at_as_in_the_beginning_when_it_is_abou
     watch.expect_new_plans()
     assert not watch.nothing_departed()
     verdicts = [watch.period_over(other(period), 400, repeated=False) for period in range(EAGER - 1)]
-    assert verdicts == [Verdict.RENEW] * len(verdicts)
+    assert verdicts == [LayoutDecision.RENEW] * len(verdicts)
 
 
 def test_a_program_that_is_new_in_every_period_is_not_looked_at_more_often_for_other_plans() -> None:
@@ -190,7 +194,7 @@ def test_a_program_that_is_new_in_every_period_is_not_looked_at_more_often_for_o
     for period in range(1000):
         if period % 4 == 3:
             watch.expect_new_plans()
-        looks += watch.period_over(other(period), 400, repeated=False) is Verdict.RENEW
+        looks += watch.period_over(other(period), 400, repeated=False) is LayoutDecision.RENEW
     assert looks < 30
 
 

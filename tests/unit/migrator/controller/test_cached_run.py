@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.unit.learners import MODEL, peak_of
 from torch_tiers.migrator.controller.cached_plans import CachedPlans
-from torch_tiers.migrator.controller.cached_run import CachedRun, Verdict
+from torch_tiers.migrator.controller.cached_run import CachedRun, Verification
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.in_force import PlansInForce
 from torch_tiers.migrator.controller.planned import plan_all
@@ -66,18 +66,18 @@ def test_the_first_recorded_iteration_alone_verifies_what_was_found() -> None:
     run, (plans, _) = CachedRun(Single(), TARGET), in_force()
     bare = replace(MODEL, recipes={})
     assert any(plan.recompute for plan in plans.plans)
-    assert run.verify(plans, bare, 0) == Verdict(), "nothing was found"
+    assert run.verify(plans, bare, 0) == Verification(), "nothing was found"
     run.begun(plans.plans, bare)
-    assert run.verify(plans, bare, 0) == Verdict(differs=True, completes=True)
-    assert run.verify(plans, bare, 0) == Verdict(), "it was the second one"
+    assert run.verify(plans, bare, 0) == Verification(differs=True, completes=True)
+    assert run.verify(plans, bare, 0) == Verification(), "it was the second one"
     run.begun(plans.plans, MODEL)
-    assert run.verify(plans, MODEL, TARGET) == Verdict()
+    assert run.verify(plans, MODEL, TARGET) == Verification()
     run.begun(plans.plans, MODEL)
-    assert run.verify(plans, MODEL, 2 * TARGET) == Verdict(differs=True)
+    assert run.verify(plans, MODEL, 2 * TARGET) == Verification(differs=True)
 
 
 def test_an_iteration_of_another_kind_says_nothing_of_the_plans_but_that_trials_were_run() -> None:
     run, (plans, _) = CachedRun(Single(), TARGET), in_force()
     run.begun(plans.plans, replace(MODEL, recipes={}))
     other = replace(MODEL, sites=tuple(replace(site, key=f"other.{site.key}") for site in MODEL.sites))
-    assert run.verify(plans, other, 2 * TARGET) == Verdict(completes=True)
+    assert run.verify(plans, other, 2 * TARGET) == Verification(completes=True)
