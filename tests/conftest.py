@@ -30,6 +30,11 @@ def fresh_seeds(config: pytest.Config) -> bool:
     return bool(config.getoption("--fresh-seeds") or config.getoption("--repeat"))
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object) -> str | None:
+    """Call bytes by their number: what they hold may differ from run to run, which pytest-xdist refuses."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if (times := metafunc.config.getoption("--repeat")) and "seed" in metafunc.fixturenames:
         metafunc.fixturenames.append("repetition")

@@ -127,7 +127,11 @@ def test_a_run_without_a_plan_says_so_in_place_of_figures(run: Path) -> None:
     assert "<svg" in section(text, "steps")
 
 
-@pytest.mark.parametrize("content", [None, b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": []}')])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": []}')],
+    ids=["no file", "no gzip", "no events", "an empty list"],
+)
 def test_a_run_without_steps_says_so(run: Path, content: bytes | None) -> None:
     (run / TIMELINE).unlink() if content is None else (run / TIMELINE).write_bytes(content)
     text = section(page(run), "steps")
