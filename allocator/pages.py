@@ -15,6 +15,7 @@ from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.host.ledger import Account
 from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.layout.periods import Periods
+from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.native import Core, is_off_sequence
 from torch_tiers.allocator.native.peaks import PeaksOfCore
 from torch_tiers.allocator.native.pytorch import adapter
@@ -174,12 +175,23 @@ class PageAllocator:
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
         periods = self._known.get(device.index)
-        return periods is not None and periods.spilled
+        return periods is not None and periods.residence.spilled
 
     def overflow(self, device: torch.device) -> int:
-        """Bytes of DRAM that the last period left mapped, without demoted state."""
+        """Bytes of DRAM that the last period left mapped, without demoted state and weights."""
         periods = self._known.get(device.index)
-        return periods.overflow if periods is not None else 0
+        return periods.residence.overflow if periods is not None else 0
+
+    def settle(self, device: torch.device) -> None:
+        """Demote or promote state and weights as at the end of a period: a model that does not train has none."""
+        periods = self._of(device.index)
+        if periods is not None:
+            periods.residence.period_over(periods.core.glance().dram, alone=True)
+
+    def residence(self, device: torch.device) -> Residence | None:
+        """Which state and weights of a GPU lie in DRAM; None before its first request."""
+        periods = self._of(device.index)
+        return periods.residence if periods is not None else None
 
     # -------------------------------------------------------------------------------------- DRAM
 

@@ -56,11 +56,11 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
     known = bool(why.result.ideal) and not why.varies
     return Answer(
-        needs(trace, links) if trace.others else None,
+        needs(trace, links) + stats.get("streamed_weights", 0) if trace.others else None,
         stats["peak"]["hbm"],
         stats["budget"]["hbm"],
         why.result.ideal if known else None,
-        why.result.seconds if known else None,
+        why.predicted if known else None,
         why.measured or None,
         why.varies,
     )

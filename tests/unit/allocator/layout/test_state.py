@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.one_core import OnOneCore, step
-from torch_tiers.allocator.layout.periods import PATIENCE
+from torch_tiers.allocator.layout.residence import PATIENCE
 from torch_tiers.allocator.native import DRAM, HBM, Core
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB
 
@@ -96,7 +96,7 @@ def test_a_block_larger_than_what_is_claimed_at_a_time_is_demoted_whole(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_tiers.allocator.host.claims.STEP", PAGE)
-    monkeypatch.setattr("torch_tiers.allocator.layout.periods.GiB", 4 * MiB)
+    monkeypatch.setattr("torch_tiers.allocator.layout.residence.GiB", 4 * MiB)
     core.state(True)
     state = core.allocate(40 * MiB)
     core.state(False)
