@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +24,22 @@ from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.sizes import GiB
 
 MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
+
+
+class StateRoom(NamedTuple):
+    """The room of one GPU for an optimizer's state.
+
+    Attributes
+    ----------
+    hbm : int
+        Bytes of HBM that all else leaves. What state takes beyond them lies in DRAM from the beginning: it would have
+        to make room later, when what is used more lies there.
+    expected : int
+        Bytes that the state is expected to take.
+    """
+
+    hbm: int
+    expected: int
 
 
 class PageAllocator:
@@ -124,10 +142,20 @@ class PageAllocator:
 
         return PeaksOfCore(core)
 
-    def state(self, on: bool) -> None:
-        """Whether requests from now on live as long as the program, as an optimizer's state does."""
-        for _, core in self.cores():
-            core.state(on)
+    def state(self, on: bool, room: Mapping[int, StateRoom] = MappingProxyType({})) -> None:
+        """Whether requests from now on live as long as the program, as an optimizer's state does.
+
+        Parameters
+        ----------
+        room : mapping of int to StateRoom
+            By GPU. Where none is given, state takes all HBM that is free.
+        """
+        for device, core in self.cores():
+            if (given := room.get(device)) is None or given.expected <= given.hbm:
+                core.state(on)
+                continue
+            self._claims.more(device, core, given.expected - given.hbm)
+            core.state(on, given.hbm)
 
     # ----------------------------------------------------------------------------------- periods
 

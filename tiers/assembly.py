@@ -292,10 +292,12 @@ class Session:
         numbers = self.runtime.numbers()
         device = numbers.pop("device")
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
+        demoted = numbers.pop("streamed_weights")  # where no allocator knows of them
         pages = paging.installed()
         paged = [core.counts() for _, core in pages.cores()] if pages is not None else []
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
+            demoted = sum(counts.demoted for counts in paged)
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": device,
@@ -308,6 +310,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "demoted": demoted,
             "pages": paging.account(paged) if paged else None,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }

@@ -169,7 +169,7 @@ class Periods:
         elif demoted or decision is LayoutDecision.RENEW:
             counts = core.counts()
             # What is in use now lives on; and heaps end with pages that are used in part.
-            room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes
+            room = counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * core.page_bytes
             predicted = predict(last, before, max(0, room))
             if predicted is not None:
                 kinds.learn(last, predicted)

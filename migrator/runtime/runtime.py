@@ -31,6 +31,7 @@ from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
+from torch_tiers.migrator.runtime.state_room import state_rooms
 from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.mover import Mover
@@ -294,7 +295,7 @@ class Runtime:
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
         new = optimizer not in self._optimizers
         if (new or self._progress.steps < FIRST_STEPS) and (pages := self.options.pages()) is not None:
-            pages.state(on)
+            pages.state(on, state_rooms(optimizer, self._savers.thread.saver) if on and new else {})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer has made a step."""
