@@ -62,6 +62,7 @@ FAMILIES = (
     "mixed",
     "monitor",
     "odd_modules",
+    "optimizers",
     "own_ways",
     "processes",
     "recompute",
