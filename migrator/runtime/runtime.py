@@ -63,7 +63,8 @@ class Runtime:
         self._lock = threading.Lock()  # guards the choice of these three
         self._savers = Savers()
         self._models = Models(options.hbm)
-        self._streaming = Streaming(lambda: self.options, self._models, self._devices, self._counters)
+        given = self._models, self._devices, self._counters
+        self._streaming = Streaming(lambda: self.options, *given, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         self._optimizers = Optimizers()
         self._allowance = Allowance()
@@ -127,9 +128,7 @@ class Runtime:
         if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
             self._iteration_begins(saver)
             # One has begun, so this is its first module, and no other has called it.
-            if saver.resting and not self._optimizers.period_due:
-                self._look_at(module)
-            if saver.resting and self._streaming.active:
+            if saver.resting and not self._optimizers.period_due and self._look_at(module):
                 self._wake(saver)
         if saver.resting:
             return False
@@ -217,16 +216,17 @@ class Runtime:
             idle = all(mover.engine.compute.idle() for mover in saver.movers.armed)
             self._time.iteration_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
-    def _look_at(self, model: nn.Module) -> None:
-        """Check whether the budget holds the weights of all models so far, and of this one."""
+    def _look_at(self, model: nn.Module) -> bool:
+        """Check whether the budget holds the weights of all models so far; whether some are streamed."""
         if not self._models.add(model, trains=torch.is_grad_enabled()):
-            return
+            return self._streaming.active
         self._streaming.look(trains=torch.is_grad_enabled())
         self._recount_static()
         try:
             self._models.check(self._streaming.beside)
         except BudgetTooSmall as error:
             self._refuse(error)
+        return self._streaming.active
 
     def _refuse(self, error: TiersError) -> NoReturn:
         """End the program before it trains, as its configuration cannot be met."""

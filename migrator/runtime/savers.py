@@ -45,6 +45,10 @@ class Savers:
         """Whether one thread trains; else others may be within their iterations when this one's ends."""
         return len(self._all) == 1
 
+    def others(self) -> int:
+        """How many threads train besides this one."""
+        return len(self._all) - (self.thread.saver is not None)
+
     def learned(self) -> tuple[Trace, Plan] | None:
         """The last trace and plan of any; of several kinds of iterations those of the one that needs most HBM."""
         learners = [mover.learner for saver in self for mover in saver.movers.armed]

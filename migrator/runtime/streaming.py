@@ -51,9 +51,18 @@ class Streaming:
         Where a device's streams come from.
     counters : Counters
         Of the runtime: what is copied counts as of the lane `LANE`.
+    others : callable
+        Returns the number of other threads that train.
     """
 
-    def __init__(self, options: Callable[[], Options], models: Models, devices: Devices, counters: Counters) -> None:
+    def __init__(
+        self,
+        options: Callable[[], Options],
+        models: Models,
+        devices: Devices,
+        counters: Counters,
+        others: Callable[[], int],
+    ) -> None:
         self._options = options
         self._models = models
         self._devices = devices
@@ -62,7 +71,10 @@ class Streaming:
         self._eligible: dict[torch.device, list[Weight]] = {}
         self._asked: dict[torch.device, tuple[Mapping[int, int], bool]] = {}  # what was chosen from, and for what
         self._counters = counters
+        self._others = others
         self._thread = _Thread()
+        self._within = 0  # threads that are within a model, without hooks
+        self._lock = threading.Lock()  # guards that number
         self._pass_over = True  # of training
 
     @property
@@ -106,8 +118,12 @@ class Streaming:
         residence = self._residence(device)
         if residence is not None:
             residence.weights = partial(_by_address, eligible)
-            stay = (weight.address for weight in eligible if weight not in chosen)
-            residence.place([weight.address for weight in chosen], stay)
+            if self._is_alone:
+                stay = (weight.address for weight in eligible if weight not in chosen)
+                residence.place([weight.address for weight in chosen], stay)
+        if not chosen and streamer is not None:  # a model is gone, and HBM holds those that are left
+            self._streamers.pop(device).end()
+            return
         if streamer is None:
             streamer = self._open(device, buffer_bytes(sizes, budget))  # once there is room for its buffer
         if streamer is None:
@@ -121,6 +137,11 @@ class Streaming:
             "%s of weights of %s are streamed from dram, as hbm is %s",
             *(format_size(nbytes) for nbytes in (streamer.nbytes, sum(weight.nbytes for weight in weights), budget)),
         )
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other thread's kernels may read weights, which are mapped nowhere while they move."""
+        return self._others() == 0 and self._within == self._thread.within
 
     def _open(self, device: torch.device, buffer: int) -> Streamer | None:
         if self._substitutes is None:
@@ -156,16 +177,22 @@ class Streaming:
         if self._models.add(module, trains=trains):
             self.look(trains=trains)
         if self.active:
+            with self._lock:
+                self._within += 1
             self._thread.within = True
             self.forward_begins(module)
         return self._thread.within
 
     def leave(self, *, outermost: bool) -> None:
         """The call of a module has ended in this thread, perhaps of one that no other has called."""
-        if outermost and self.active and _graph_task() == -1:
+        if not outermost or _graph_task() != -1:
+            return
+        if self._thread.within:
             self._thread.within = False
-            if not torch.is_grad_enabled():
-                self._close()
+            with self._lock:
+                self._within -= 1
+        if self.active and not torch.is_grad_enabled():
+            self._close()
 
     def forward_begins(self, root: nn.Module) -> None:
         """The forward of an outermost module begins in this thread."""
@@ -208,7 +235,7 @@ class Streaming:
     def _settle(self, device: torch.device, *, trains: bool) -> None:
         pages = self._options().pages()
         if pages is not None and device.type == "cuda":
-            if not trains:  # else the allocator has done so at the end of the step
+            if not trains and self._is_alone:  # the allocator does so itself at the end of a step
                 pages.settle(device)
             self._follow(device)
 
@@ -218,8 +245,10 @@ class Streaming:
 
     def close(self) -> None:
         """Stream nothing any more; wait for copies that are under way."""
-        for streamer in self._streamers.values():
+        for device, streamer in self._streamers.items():
             streamer.end()
+            if (residence := self._residence(device)) is not None:
+                residence.weights = dict
         self._streamers.clear()
 
 

@@ -13,6 +13,8 @@ from torch_tiers.migrator.streams import Gap, TimedEvent
 from torch_tiers.migrator.streams.clock import DeviceClock
 from torch_tiers.migrator.telemetry.counters import Counters
 
+MOST_WAITS = 1 << 14  # that are timed between two ends of iterations: where a program only infers, none comes
+
 
 class _Iteration(NamedTuple):
     """One that is over for the host."""
@@ -59,7 +61,8 @@ class IterationTimer:
 
     def waited(self, cause: str, gap: Gap) -> None:
         """The stream was told to wait."""
-        self._waits.append((cause, gap))
+        if len(self._waits) < MOST_WAITS:
+            self._waits.append((cause, gap))
 
     def when(self, event: TimedEvent, recorded: float) -> float:
         """See `migrator.streams.Compute.when`."""

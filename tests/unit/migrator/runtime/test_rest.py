@@ -44,7 +44,7 @@ class Pages:
     def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         self.news += 1
 
-    def state(self, on: bool) -> None:
+    def state(self, on: bool, room: object) -> None:
         pass
 
     def overflow(self, device: torch.device) -> int:
