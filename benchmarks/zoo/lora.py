@@ -12,6 +12,10 @@ from torch.nn import functional as F
 
 from benchmarks.zoo.program import Program, block, seeded
 
+# Layers, width, heads, width within, tokens, vocabulary, sequences.
+FULL = (16, 2048, 16, 5632, 2048, 32000, 18)
+SMALL = (2, 32, 2, 64, 16, 100, 2)
+
 
 class Adapted(nn.Module):
     def __init__(self, inside: int, outside: int, rank: int = 16, dropout: float = 0.05) -> None:
@@ -73,10 +77,13 @@ class Decoder(nn.Module):
 
 
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
+    return make_of(FULL if size == "full" else SMALL, device, checkpoint)
+
+
+def make_of(sizes: tuple[int, ...], device: torch.device | str, checkpoint: bool) -> Program:
+    """The program of a decoder with so many layers, of such sizes: see `FULL`."""
     device = torch.device(device)
-    layers, width, heads, hidden, length, vocabulary, batch = (
-        (16, 2048, 16, 5632, 2048, 32000, 18) if size == "full" else (2, 32, 2, 64, 16, 100, 2)
-    )
+    layers, width, heads, hidden, length, vocabulary, batch = sizes
     generator = seeded(device)
     with device:
         model = Decoder(layers, width, heads, hidden, length, vocabulary)

@@ -33,6 +33,7 @@ PROGRAMS = (
     "whisper",
     "lstm",
     "lora",
+    "large_lora",
     "dpo",
     "gan",
     "detector",
