@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +17,29 @@ from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.host.ledger import Account
 from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.layout.periods import Periods
+from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.native import Core, is_off_sequence
 from torch_tiers.allocator.native.peaks import PeaksOfCore
 from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.sizes import GiB
 
 MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
+
+
+class StateRoom(NamedTuple):
+    """The room of one GPU for an optimizer's state.
+
+    Attributes
+    ----------
+    hbm : int
+        Bytes of HBM that all else leaves. What state takes beyond them lies in DRAM from the beginning: it would have
+        to make room later, when what is used more lies there.
+    expected : int
+        Bytes that the state is expected to take.
+    """
+
+    hbm: int
+    expected: int
 
 
 class PageAllocator:
@@ -123,10 +142,20 @@ class PageAllocator:
 
         return PeaksOfCore(core)
 
-    def state(self, on: bool) -> None:
-        """Whether requests from now on live as long as the program, as an optimizer's state does."""
-        for _, core in self.cores():
-            core.state(on)
+    def state(self, on: bool, room: Mapping[int, StateRoom] = MappingProxyType({})) -> None:
+        """Whether requests from now on live as long as the program, as an optimizer's state does.
+
+        Parameters
+        ----------
+        room : mapping of int to StateRoom
+            By GPU. Where none is given, state takes all HBM that is free.
+        """
+        for device, core in self.cores():
+            if (given := room.get(device)) is None or given.expected <= given.hbm:
+                core.state(on)
+                continue
+            self._claims.more(device, core, given.expected - given.hbm)
+            core.state(on, given.hbm)
 
     # ----------------------------------------------------------------------------------- periods
 
@@ -174,12 +203,23 @@ class PageAllocator:
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
         periods = self._known.get(device.index)
-        return periods is not None and periods.spilled
+        return periods is not None and periods.residence.spilled
 
     def overflow(self, device: torch.device) -> int:
-        """Bytes of DRAM that the last period left mapped, without demoted state."""
+        """Bytes of DRAM that the last period left mapped, without demoted state and weights."""
         periods = self._known.get(device.index)
-        return periods.overflow if periods is not None else 0
+        return periods.residence.overflow if periods is not None else 0
+
+    def settle(self, device: torch.device) -> None:
+        """Demote or promote state and weights as at the end of a period: a model that does not train has none."""
+        periods = self._of(device.index)
+        if periods is not None:
+            periods.residence.period_over(periods.core.glance().dram, alone=True)
+
+    def residence(self, device: torch.device) -> Residence | None:
+        """Which state and weights of a GPU lie in DRAM; None before its first request."""
+        periods = self._of(device.index)
+        return periods.residence if periods is not None else None
 
     # -------------------------------------------------------------------------------------- DRAM
 

@@ -36,9 +36,11 @@ from torch_tiers.migrator.runtime.runtime import Runtime
 from torch_tiers.migrator.saved import native
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.tape import recorder as tape
+from torch_tiers.migrator.tape import substitutes
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.weights.streamer import MakeSubstitutes
 from torch_tiers.monitor.build import build as build_monitor
 from torch_tiers.places import boards, cache_directory
 from torch_tiers.plan_cache import PlanCacheOnDisk
@@ -106,6 +108,7 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 recorder=self._recorder,
+                substitutes=self._substitutes,
                 plan_cache=self._plan_cache,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
@@ -156,6 +159,13 @@ class Session:
             log.warning("nothing is recomputed: %s", recorder)
             return None
         return recorder
+
+    def _substitutes(self) -> MakeSubstitutes | None:
+        make = substitutes.load(cache_directory())
+        if isinstance(make, str):
+            log.warning("weights that lie in dram are not streamed: %s", make)
+            return None
+        return make
 
     def _plan_cache(self, device: torch.device, target: int) -> PlanCacheOnDisk | None:
         """What earlier runs learned of programs on such a device, with that target."""
@@ -296,10 +306,12 @@ class Session:
         numbers = self.runtime.numbers()
         device = numbers.pop("device")
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
+        demoted = numbers.pop("streamed_weights")  # where no allocator knows of them
         pages = paging.installed()
         paged = [core.counts() for _, core in pages.cores()] if pages is not None else []
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
+            demoted = sum(counts.demoted for counts in paged)
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": device,
@@ -313,6 +325,7 @@ class Session:
             },
             **numbers,
             "host_memory": self._shares.claims.to_json(),
+            "demoted": demoted,
             "pages": paging.account(paged) if paged else None,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }

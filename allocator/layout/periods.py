@@ -1,7 +1,7 @@
 """What the allocator does on one GPU between two steps.
 
-It sets the next step's layout where the last one did not come as predicted, demotes optimizer state to DRAM or promotes
-it to HBM, and unmaps what is not needed any more. A *period* of the allocator is a step of the program.
+It sets the next step's layout where the last one did not come as predicted, has state and weights change their tier,
+and unmaps what is not needed any more. A *period* of the allocator is a step of the program.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from functools import partial
 import numpy as np
 
 from torch_tiers.allocator.host.claims import DramClaims
-from torch_tiers.allocator.layout.demotion import State, demote_or_promote
 from torch_tiers.allocator.layout.evaluations import Evaluations
 from torch_tiers.allocator.layout.kinds import Kinds
+from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.layout.sequence import LayoutDecision, Watch, predict, repeats
-from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
+from torch_tiers.allocator.native import HBM, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
-from torch_tiers.allocator.sizes import PAGE, GiB, round_up
+from torch_tiers.allocator.sizes import GiB, round_up
 
 log = logging.getLogger("tiers")
 
 ENDS = 8  # pages at the ends of heaps that are used in part, at most
-PATIENCE = 8  # periods with something in DRAM before state is demoted: a migrator needs less by then, if it can
 
 
 @dataclass(slots=True)
@@ -50,13 +49,13 @@ class Periods:
 
     Attributes
     ----------
-    overflow : int
-        Bytes for which the last period had no room in HBM: what lay in DRAM, without the state that was demoted.
+    residence : Residence
+        Which state and weights lie in DRAM.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
         self.core = core
-        self.overflow = 0
+        self.residence = Residence(device, core, claims)
         self._device = device
         self._claims = claims
         self._watch = Watch()
@@ -64,17 +63,11 @@ class Periods:
         self._evaluations = Evaluations(core)
         self._departed = 0  # unpredicted requests, until the last period ended
         self._calm: _Calm | None = None
-        self._spilled = 0  # periods in a row that had something in DRAM
         self._refused = False  # whether it was logged that there is no layout
         self._new_plans: int | None = None  # if plans change with the next period: its expected peak
         self._lent = 0  # bytes of HBM beyond the budget
         self._withheld = 0  # bytes of the budget
         self._has_no_layout = False  # in this period: the first after plans changed
-
-    @property
-    def spilled(self) -> bool:
-        """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
-        return self._spilled > 0
 
     def lend(self, nbytes: int) -> None:
         """Raise the limit by `nbytes` beyond the budget, in whole pages; 0 restores it."""
@@ -106,7 +99,8 @@ class Periods:
 
     def expect_new_plans(self, peak: int, *, now: bool) -> None:
         """Plans change with the next period; see `PageAllocator.expect_new_plans`. From any thread."""
-        self._new_plans, self._spilled = peak, 0
+        self._new_plans = peak
+        self.residence.forget()
         if now:
             self._trim(partial(self.core.trim, peak))
 
@@ -150,7 +144,7 @@ class Periods:
             departed, dram = until_steps, core.glance().dram
         since = departed - departed_before
         self._claims.period_over(self._device, core, dram)
-        demoted = self._move_state(dram, alone)
+        demoted = self.residence.period_over(dram, alone=alone)
         self._has_no_layout = new_plans is not None
         if new_plans is not None:
             self._new_plans = None
@@ -175,7 +169,7 @@ class Periods:
         elif demoted or decision is LayoutDecision.RENEW:
             counts = core.counts()
             # What is in use now lives on; and heaps end with pages that are used in part.
-            room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes
+            room = counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * core.page_bytes
             predicted = predict(last, before, max(0, room))
             if predicted is not None:
                 kinds.learn(last, predicted)
@@ -239,57 +233,6 @@ class Periods:
         The program is not out of memory without it: between two periods, all that the next one needs lies idle.
         """
         return self._claims.more(self._device, self.core, GiB)
-
-    # ------------------------------------------------------------------------------------- state
-
-    def _move_state(self, dram: int, alone: bool) -> bool:
-        """Demote state to make room in HBM for the `dram` bytes in DRAM, or promote some; whether any was demoted.
-
-        Promoted state goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
-        """
-        self._spilled = self._spilled + 1 if dram else 0
-        self.overflow = 0
-        if not dram:
-            return False
-        core = self.core
-        blocks = core.blocks()
-        # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
-        # does, whatever its size.
-        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
-        state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
-        self.overflow = max(0, dram - core.glance().dram_state)
-        if self._spilled < PATIENCE or not alone:
-            return False
-        counts = core.counts()
-        spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
-        demote, promote = demote_or_promote(
-            state, short=self.overflow, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
-        )
-        moved = 0
-        for tier, addresses in ((DRAM, demote), (HBM, promote)):
-            for address in addresses:
-                if not self._move(address, tier):
-                    break
-                moved += 1
-        if moved:
-            text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
-            log.info(text, moved, "dram" if demote else "hbm")
-        return bool(moved and demote)
-
-    def _move(self, address: int, tier: int) -> bool:
-        """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there."""
-        while True:
-            try:
-                self.core.move(address, tier)
-                return True
-            except CoreBusy:
-                return False
-            except CoreFull:
-                if tier == HBM or not self._more():
-                    return False
-            except CoreError as error:  # it lies where it lay
-                log.warning("optimizer state stays where it is on cuda:%d: %s", self._device, error)
-                return False
 
 
 def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:

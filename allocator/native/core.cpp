@@ -103,6 +103,11 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     Status status = find_without_growth(bytes, stream, pool, heap_out, block);
     if (status != Status::Full) return status;
   }
+  bool is_state = lifetime_class == TN_STATE && pool == 0 && !off_sequence;
+  if (is_state && pages[kDram].limit() && state_in_hbm() + bytes > most_state) {
+    Status status = find_in(kDram, bytes, stream, pool, false, heap_out, block);
+    if (status != Status::Full) return status;
+  }
   // Idle pages of HBM are used, wherever they are mapped, before anything goes to DRAM.
   Status status = find_in(kHbm, bytes, stream, pool, true, heap_out, block);
   if (status != Status::Full || pages[kDram].limit() == 0 || off_sequence) return status;
@@ -276,15 +281,30 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
   return Status::Ok;
 }
 
-// Bytes that are in use, or lie idle in HBM on other streams than the layout's: what is mapped there is of no use to
-// it. Nor is what those have freed and others are still reading.
+// Bytes of HBM that are in use, or would be if there was room, and those that lie idle on other streams than the
+// layout's: what is mapped there is of no use to it. Nor is what those have freed and others are still reading.
 int64_t tn_core::needed() const {
-  int64_t bytes = stats.allocated[TN_ALL].current;
+  int64_t bytes = stats.allocated[TN_ALL].current - demoted;
   for (const Heap *other : layout.others) bytes += other->idle();
   return bytes;
 }
 
+uint64_t tn_core::state_in_hbm() const {
+  uint64_t bytes = 0;
+  for (auto &[base, heap] : heaps)
+    if (heap->state() && heap->tier() == kHbm) bytes += heap->mapped() - heap->idle();
+  return bytes;
+}
+
+// So many bytes of a block lie in DRAM, and need no HBM.
+void tn_core::demote(Block *block, uint64_t bytes) {
+  demoted += int64_t(bytes) - int64_t(block->demoted);
+  block->demoted = bytes;
+}
+
 void tn_core::record_allocation(Heap *heap, Block *block, uint64_t requested) {
+  block->demoted = 0;
+  if (heap->state() && heap->tier() == kDram) demote(block, block->bytes);
   block->requested = requested;
   block->small = block->bytes <= kSmall;
   block->period = period;
@@ -310,6 +330,7 @@ Status tn_core::free(uint64_t address) {
   Block *block = heap ? heap->find(address) : nullptr;
   if (!block) return fail(Status::Invalid, "nothing in use begins at this address");
   pools[heap->pool()].used -= block->bytes;
+  demote(block, 0);
   if (block->request != UINT32_MAX) {
     uint32_t ago = period - block->period;
     int64_t now = log[0].events++;

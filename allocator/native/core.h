@@ -60,8 +60,9 @@ TN_API void tn_capture(tn_core *core, int begins);
 /* Count an OutOfMemoryError that the program got. */
 TN_API void tn_refused(tn_core *core);
 
-/* The class of the requests that follow. */
-TN_API void tn_class(tn_core *core, int lifetime_class);
+/* The class of the requests that follow. State that would take more than `most_hbm` bytes of HBM, all of it together,
+ * goes to DRAM while that has room. */
+TN_API void tn_class(tn_core *core, int lifetime_class, uint64_t most_hbm);
 /* From now on (1) the calling thread's requests, to any core, are not part of the program's sequence; or they are again
  * (0). Calls nest. Such requests are not logged. They go where they fit in HBM, also into a layout's region: what is
  * large has to be freed before the sequence goes on. Where HBM has no room for them they are TN_FULL. */
@@ -144,7 +145,8 @@ typedef struct {
   tn_stat allocations[3], allocated[3], requested[3], active[3], active_blocks[3];
   int64_t hbm_bytes, hbm_peak, dram_bytes, dram_peak; /* physical pages */
   int64_t hbm_limit, dram_limit;
-  int64_t idle_bytes; /* mapped, and not in use */
+  int64_t demoted_bytes; /* in use, of state and of blocks that were moved, that lie in DRAM */
+  int64_t idle_bytes;    /* mapped, and not in use */
   int64_t largest_idle;
   int64_t maps, unmaps, waits, retries, failures;
   int64_t planned, departed, misplaced; /* requests served where laid out; not as laid out; whose place was taken */
@@ -158,7 +160,8 @@ TN_API int64_t tn_retries(tn_core *core);
  * A request that is at it now counts once it is over, and is not waited for. */
 TN_API int64_t tn_delayed(const tn_core *core);
 TN_API void tn_reset_peaks(tn_core *core);
-/* The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew. With them
+/* The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew. Those that
+ * were demoted do not count. With them
  * counts what lies idle on other streams than the layout's, which it cannot use. To the next lap what is in use now
  * counts only if asked for: `with_present`. */
 enum { TN_PARTS = 0, TN_PERIODS = 1, TN_LAPS = 2 };

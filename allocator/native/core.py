@@ -27,6 +27,8 @@ class Counts:
         Bytes in use by the program.
     hbm, hbm_peak, hbm_limit, dram, dram_peak, dram_limit : int
         Bytes of physical pages.
+    demoted : int
+        Bytes in use, of state and of blocks that were moved, that lie in DRAM.
     idle : int
         Bytes that are mapped and not in use.
     maps, unmaps, waits : int
@@ -45,6 +47,7 @@ class Counts:
     dram: int
     dram_peak: int
     dram_limit: int
+    demoted: int
     idle: int
     maps: int
     unmaps: int
@@ -138,9 +141,15 @@ class Core:
         """A graph may be captured from now on (or no more); meanwhile the core never waits for all streams."""
         self._library.tn_capture(self._core, int(begins))
 
-    def state(self, on: bool) -> None:
-        """Whether the requests that follow live as long as the program, as an optimizer's state does."""
-        self._library.tn_class(self._core, int(on))
+    def state(self, on: bool, most_hbm: int = (1 << 64) - 1) -> None:
+        """Whether the requests that follow live as long as the program, as an optimizer's state does.
+
+        Parameters
+        ----------
+        most_hbm : int
+            Bytes of HBM that state may take, all of it together. What follows goes to DRAM while that has room.
+        """
+        self._library.tn_class(self._core, int(on), most_hbm)
 
     def limit(self, tier: int, nbytes: int) -> None:
         """Change how much physical memory may be taken."""
@@ -239,6 +248,7 @@ class Core:
             dram=plain["dram_bytes"],
             dram_limit=plain["dram_limit"],
             dram_peak=plain["dram_peak"],
+            demoted=plain["demoted_bytes"],
             idle=plain["idle_bytes"],
             **{name: plain[name] for name in COUNTED},
         )
@@ -256,7 +266,9 @@ class Core:
         self._library.tn_reset_peaks(self._core)
 
     def lap(self, of: int = PARTS, *, with_present: bool = False) -> int:
-        """The most bytes in use since the last lap `of` the same kind, or now. No other peak begins anew.
+        """The most bytes in use since the last lap `of` the same kind, or now, without what was demoted.
+
+        No other peak begins anew.
 
         What lies idle on streams other than the layout's counts as in use, as the layout cannot use it.
 

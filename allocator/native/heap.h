@@ -27,6 +27,7 @@ struct Block {
   bool small = false;
   uint64_t requested = 0;
   uint32_t period = 0, request = 0;  // where the log tells of its birth
+  uint64_t demoted = 0;              // bytes that lie in DRAM, as they may
   std::vector<Stream> streams;       // that use it besides its heap's own
 };
 

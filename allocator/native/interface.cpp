@@ -166,9 +166,10 @@ void tn_refused(tn_core *core) {
   core->stats.failures += !off_sequence;
 }
 
-void tn_class(tn_core *core, int lifetime_class) {
+void tn_class(tn_core *core, int lifetime_class, uint64_t most_hbm) {
   std::lock_guard<std::mutex> guard(core->mutex);
   core->lifetime_class = lifetime_class;
+  core->most_state = most_hbm;
 }
 
 void tn_off_sequence(int begins) { off_sequence += begins ? 1 : -1; }
@@ -300,6 +301,7 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     Status status = core->wait_for_all();
     if (status != Status::Ok) return status;
     status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
+    core->demote(block, heap->on(kDram, block->address, block->bytes));
     if (tier != kHbm) return status;
     // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would be demoted
     // again.
@@ -324,6 +326,7 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
   stats.dram_peak = core->pages[kDram].peak() * core->page;
   stats.hbm_limit = core->pages[kHbm].limit() * core->page;
   stats.dram_limit = core->pages[kDram].limit() * core->page;
+  stats.demoted_bytes = core->demoted;
   stats.maps = core->maps;
   stats.unmaps = core->unmaps;
   stats.largest_idle = 0;

@@ -110,8 +110,10 @@ struct tn_core {
   size_t unrecorded = 0;  // pending frees for which not all events could be recorded
   tiers::Alias alias;
   int lifetime_class = TN_ANY;
-  int captures = 0;   // of graphs that may be under way
-  tiers::Log log[3];  // of the present period, the one before, and the one before that
+  uint64_t most_state = UINT64_MAX;  // bytes of state in HBM
+  int64_t demoted = 0;               // bytes in use of state and weights that lie in DRAM, as they may
+  int captures = 0;                  // of graphs that may be under way
+  tiers::Log log[3];                 // of the present period, the one before, and the one before that
   uint32_t period = 0;
   tiers::Layout layout;
   tn_stats stats{};
@@ -146,6 +148,8 @@ struct tn_core {
   Status unmap_idle(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   int64_t needed() const;
+  uint64_t state_in_hbm() const;
+  void demote(Block *block, uint64_t bytes);
   void record_allocation(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);

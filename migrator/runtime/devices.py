@@ -110,10 +110,12 @@ def open_device(
 
 def lanes(device: torch.device, names: tuple[str, str], counters: Counters) -> tuple[Lane, Lane]:
     """Make two lanes of a device, one for each direction of a link."""
-    if device.type != "cuda":
-        return HostLane(names[0], counters), HostLane(names[1], counters)
-    library = lane.load()
-    return CudaLane(device, names[0], counters, library), CudaLane(device, names[1], counters, library)
+    return open_lane(device, names[0], counters), open_lane(device, names[1], counters)
+
+
+def open_lane(device: torch.device, name: str, counters: Counters) -> Lane:
+    """Make a lane of a device."""
+    return CudaLane(device, name, counters, lane.load()) if device.type == "cuda" else HostLane(name, counters)
 
 
 @dataclass(slots=True)
@@ -178,6 +180,17 @@ class Devices:
         if pages is not None and not keeps:
             lent = self._to_lend(device, shared.room, self._backing, options.strict, pages)
         return Mover(engine, learner, shared.room, tensors, keeps=keeps, spills=options.pages() is not None, lent=lent)
+
+    def open(self, device: torch.device, options: Options) -> Device:
+        """Return a device, opened if it was not.
+
+        Raises
+        ------
+        TiersError
+            If what it needs cannot be had.
+        """
+        with self._lock:
+            return self.opened.get(device) or self._open(device, options)
 
     def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
         """Return bytes beyond the budget for the first steps, if a drive would have to take all that they save.

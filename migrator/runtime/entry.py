@@ -55,6 +55,12 @@ class Listener(Protocol):
     def forked(self) -> None:
         """This is the child of a fork."""
 
+    def backward_begins(self) -> None:
+        """A backward begins in this thread, perhaps within another."""
+
+    def backward_over(self) -> None:
+        """It has ended, also when it raised."""
+
     def saver(self) -> Saver | None:
         """The hooks of this thread, if they are on."""
 
@@ -227,13 +233,18 @@ def _stand_before_backwards() -> None:
 
 
 def _step_aside() -> Saver | None:
-    saver = None if _active is None else _active.saver()
+    if _active is None:
+        return None
+    _active.backward_begins()
+    saver = _active.saver()
     return saver if saver is not None and saver.step_aside() else None
 
 
 def _step_back(saver: Saver | None) -> None:
     if saver is not None:
         saver.step_back()
+    if _active is not None:
+        _active.backward_over()
 
 
 def _leave_backwards() -> None:

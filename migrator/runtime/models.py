@@ -30,15 +30,16 @@ class Models:
 
     def __init__(self, hbm: Callable[[torch.device], int]) -> None:
         self._hbm = hbm
-        self._known = WeakIdKeyDictionary()  # models, which may compare as they like
+        self._known = WeakIdKeyDictionary()  # whether they train, by model, which may compare as it likes
         self._listing = threading.Lock()  # threads add while others go through them
 
-    def add(self, model: nn.Module) -> bool:
-        """Take note of a model; whether it is new."""
-        if model in self._known:
+    def add(self, model: nn.Module, *, trains: bool = True) -> bool:
+        """Take note of a model; whether it is new, or trains for the first time."""
+        known = self._known.get(model)
+        if known or known is trains:
             return False
         with self._listing:
-            self._known[model] = None
+            self._known[model] = trains
         return True
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -48,8 +49,8 @@ class Models:
         for model in known:
             yield from weights.of_module(model)
 
-    def check(self) -> None:
-        """See whether the budget holds their weights.
+    def check(self, streamed: Callable[[torch.device], int]) -> None:
+        """See whether the budget holds their weights, without those that are `streamed`, in bytes.
 
         Raises
         ------
@@ -58,7 +59,7 @@ class Models:
         """
         tensors = list(self.tensors())
         for device in {tensor.device for tensor in tensors if has_tiers(tensor.device)}:
-            needed, budget = weights.bytes_on(device, tensors), self._hbm(device)
+            needed, budget = weights.bytes_on(device, tensors) - streamed(device), self._hbm(device)
             if needed > budget:
                 raise BudgetTooSmall(
                     f"hbm is {format_size(budget)}, and the model's weights alone need {format_at_least(needed)} on "

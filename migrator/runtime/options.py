@@ -21,6 +21,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.now import Now
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.migrator.weights.streamer import MakeSubstitutes
 
 
 class Advisor(Protocol):
@@ -71,6 +72,8 @@ class Options:
         Asked at the end of every iteration; without one the links are used in full.
     recorder : callable
         Returns the recorder of operators, if there is one; called when the first thread trains.
+    substitutes : callable
+        Returns what has operators read copies of weights; None: all weights are to fit into HBM.
     plan_cache : callable
         Returns the plan cache of a device, for a target in bytes; None: nothing is cached.
     armed : callable
@@ -93,6 +96,7 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     recorder: Callable[[], Recorder | None] = lambda: None
+    substitutes: Callable[[], MakeSubstitutes | None] = lambda: None
     plan_cache: Callable[[torch.device, int], PlanCache | None] = lambda device, target: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None

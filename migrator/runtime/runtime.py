@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +31,8 @@ from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
+from torch_tiers.migrator.runtime.state_room import state_rooms
+from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
@@ -62,6 +63,8 @@ class Runtime:
         self._lock = threading.Lock()  # guards the choice of these three
         self._savers = Savers()
         self._models = Models(options.hbm)
+        self._streaming = Streaming(lambda: self.options, self._models, self._devices, self._counters)
+        self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         self._optimizers = Optimizers()
         self._allowance = Allowance()
         self._pid = os.getpid()
@@ -92,6 +95,7 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
+        self._streaming.close()
         self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
@@ -103,6 +107,7 @@ class Runtime:
         self.armed = False
         self._allowance.close()
         self._savers.forked()
+        self._streaming.forked()
 
     def saver(self) -> Saver | None:
         """Return the hooks of this thread, if they are on."""
@@ -118,12 +123,14 @@ class Runtime:
     def _enter(self, module: nn.Module) -> bool:
         saver = self._savers.thread.saver or self._arm()
         if saver is None:
-            return False
+            return self._streaming.enter(module)
         if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
             self._iteration_begins(saver)
             # One has begun, so this is its first module, and no other has called it.
             if saver.resting and not self._optimizers.period_due:
                 self._look_at(module)
+            if saver.resting and self._streaming.active:
+                self._wake(saver)
         if saver.resting:
             return False
         saver.enter(module)
@@ -134,6 +141,7 @@ class Runtime:
         saver = self._savers.thread.saver
         if saver is not None and not saver.resting:
             self._time.timed(saver.leave)
+        self._streaming.leave(outermost=saver is None or saver.modules.outside)
 
     def _arm(self) -> Saver | None:
         if not make_way():
@@ -204,17 +212,19 @@ class Runtime:
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         self._iteration_begins(saver)
         self._look_at(root)
+        self._streaming.forward_begins(root)
         if self._tensors is not None and not saver.movers.capturing():
             idle = all(mover.engine.compute.idle() for mover in saver.movers.armed)
             self._time.iteration_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
         """Check whether the budget holds the weights of all models so far, and of this one."""
-        if not self._models.add(model):
+        if not self._models.add(model, trains=torch.is_grad_enabled()):
             return
+        self._streaming.look(trains=torch.is_grad_enabled())
         self._recount_static()
         try:
-            self._models.check()
+            self._models.check(self._streaming.beside)
         except BudgetTooSmall as error:
             self._refuse(error)
 
@@ -228,7 +238,8 @@ class Runtime:
         """Count what lives as long as the program. Without a GPU no allocator does."""
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
-                compute.static = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
+                held = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
+                compute.static = held - self._streaming.beside(compute.device)
 
     # -------------------------------------------------------------------------- iterations and steps
 
@@ -278,17 +289,20 @@ class Runtime:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer begins a step."""
+        self._streaming.stepping()
         self._time.timed(self._set_state, optimizer, True)
 
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
         new = optimizer not in self._optimizers
         if (new or self._progress.steps < FIRST_STEPS) and (pages := self.options.pages()) is not None:
-            pages.state(on)
+            pages.state(on, state_rooms(optimizer, self._savers.thread.saver) if on and new else {})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer has made a step."""
         self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
+        if leads:
+            self._streaming.stepped()
         self._progress.count_step(leads=leads)
         # Later only of new ones: there may be one for each parameter.
         if self._progress.steps <= FIRST_STEPS or optimizer not in self._optimizers:
@@ -318,7 +332,8 @@ class Runtime:
             for mover in saver.movers.armed:
                 mover.engine.compute.pass_by(counts=True)
         saver.stepped()
-        if self._savers.is_alone:  # of several threads one alone would see that HBM is full
+        # Of several threads one alone would see that HBM is full. While hooks rest nobody tells where forwards begin.
+        if self._savers.is_alone and not self._streaming.active:
             saver.rest_if_idle()
             if saver.resting:
                 self._progress.tell_timeline("hooks rest")
@@ -328,14 +343,8 @@ class Runtime:
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
         """Return the last trace and plan; of several kinds of iterations those of the one that needs most HBM."""
-        learners = [mover.learner for saver in self._savers for mover in saver.movers.armed]
-        last = next((learner for learner in reversed(learners) if learner.plans), None)
-        if last is None:
-            return self._learned
-        kinds = zip(last.traces, last.plans, strict=True)
-        trace, plan = max(kinds, key=lambda kind: kind[0].saved_bytes + max(kind[0].others, default=0))
-        return replace(trace, varies=last.varies or len(last.traces) > 1), plan
+        return self._savers.learned() or self._learned
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        return self._progress.numbers()
+        return {**self._progress.numbers(), "streamed_weights": self._streaming.nbytes}

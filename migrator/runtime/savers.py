@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.saved.saver import Saver
 
 
@@ -41,6 +44,16 @@ class Savers:
     def is_alone(self) -> bool:
         """Whether one thread trains; else others may be within their iterations when this one's ends."""
         return len(self._all) == 1
+
+    def learned(self) -> tuple[Trace, Plan] | None:
+        """The last trace and plan of any; of several kinds of iterations those of the one that needs most HBM."""
+        learners = [mover.learner for saver in self for mover in saver.movers.armed]
+        last = next((learner for learner in reversed(learners) if learner.plans), None)
+        if last is None:
+            return None
+        kinds = zip(last.traces, last.plans, strict=True)
+        trace, plan = max(kinds, key=lambda kind: kind[0].saved_bytes + max(kind[0].others, default=0))
+        return replace(trace, varies=last.varies or len(last.traces) > 1), plan
 
     def switch_on(self, saver: Saver) -> None:
         """Push the hooks of this thread."""

@@ -100,6 +100,10 @@ class HostMeter:
         """Nothing here measures memory."""
         return 0
 
+    def others_so_far(self) -> int:
+        """Nothing here measures memory."""
+        return 0
+
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over. To be called once."""
         return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
@@ -240,6 +244,10 @@ class CudaMeter:
     def most(self) -> int:
         """The most bytes in use since this was last called, in an untracked scope."""
         return self._compute.take_peak()
+
+    def others_so_far(self) -> int:
+        """Return the most bytes in use so far, without those of the storages that are saved."""
+        return max((max(stretch) for stretch in self._others), default=0)
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over; waits until the device has passed its end. To be called once.

@@ -39,7 +39,7 @@ from torch_tiers.migrator.planner.build import plan_of
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
-from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.runtime import devices, streaming
 from torch_tiers.migrator.saved import learning_room
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -62,12 +62,14 @@ FAMILIES = (
     "mixed",
     "monitor",
     "odd_modules",
+    "optimizers",
     "own_ways",
     "processes",
     "recompute",
     "replayed",
     "sessions",
     "storages",
+    "streamed_weights",
     "subclasses",
     "surprises",
     "threads",
@@ -176,6 +178,21 @@ def moving(
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
     ):
         yield session
+
+
+@contextmanager
+def streamed() -> Iterator[None]:
+    """Have all weights streamed, in the sessions that are open meanwhile, whatever the budget.
+
+    On a GPU under PyTorch's allocator they are streamed from HBM.
+    """
+    with (
+        mock.patch.object(streaming, "may_lie_in_dram", lambda *_: True),
+        mock.patch.object(streaming, "may_be_streamed", lambda nbytes, *_: nbytes > 0),
+        mock.patch.object(streaming, "to_stream", lambda sizes, *_: list(range(len(sizes)))),
+        mock.patch.object(streaming, "buffer_bytes", lambda sizes, _: 3 * max(sizes, default=0)),
+    ):
+        yield
 
 
 def moved(session: Session) -> dict[str, int]:

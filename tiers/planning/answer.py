@@ -29,6 +29,8 @@ class Answer:
         Seconds that it took, in the median.
     varies : bool
         Iterations differ from step to step, so nothing is predicted of one.
+    demoted : int
+        Bytes of `needs` that are of state and weights which lay in DRAM at the end.
     """
 
     needs: int | None
@@ -38,6 +40,7 @@ class Answer:
     predicted: float | None
     measured: float | None
     varies: bool
+    demoted: int = 0
 
     @property
     def times_as_long(self) -> float | None:
@@ -56,13 +59,15 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
     known = bool(why.result.ideal) and not why.varies
     return Answer(
-        needs(trace, links) if trace.others else None,
+        # Of state and weights that lie in DRAM the trace knows nothing.
+        needs(trace, links) + stats.get("demoted", 0) if trace.others else None,
         stats["peak"]["hbm"],
         stats["budget"]["hbm"],
         why.result.ideal if known else None,
-        why.result.seconds if known else None,
+        why.predicted if known else None,
         why.measured or None,
         why.varies,
+        stats.get("demoted", 0),
     )
 
 
@@ -70,6 +75,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
     """The answer as JSON."""
     return {
         "needs": answer.needs,
+        "demoted": answer.demoted,
         "ran_in": answer.ran_in,
         "budget": answer.budget,
         "times_as_long": answer.times_as_long,
@@ -86,6 +92,8 @@ def render(answer: Answer) -> Iterator[str]:
         yield ran
     else:
         yield f"with everything kept an iteration is predicted to need {format_at_least(answer.needs)} of hbm; {ran}"
+    if answer.demoted:
+        yield f"{format_size(answer.demoted)} of that, of optimizer state and weights, lay in dram at the end"
     times, predicted, measured = answer.times_as_long, answer.predicted, answer.measured
     if answer.varies:
         yield "what the budget costs cannot be told: iterations differ from step to step"

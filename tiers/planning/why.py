@@ -16,7 +16,7 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import where_fullest
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.run_directory import step_seconds
+from torch_tiers.run_directory import by_iteration, step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left
 LATE = 1.1  # times the predicted iteration: something happens that no plan knows of
@@ -55,6 +55,8 @@ class Why:
         What is done with what was saved.
     result : Simulated
         What that comes to.
+    streaming : float
+        Seconds that compute waited for streamed weights in an iteration, as measured: no plan knows of them.
     measured : float or None
         Seconds that an iteration took, in the median of the steps under the last plan.
     fullest : str
@@ -67,10 +69,16 @@ class Why:
 
     actions: tuple[Action, ...]
     result: Simulated
+    streaming: float
     measured: float | None
     fullest: str
     hints: tuple[str, ...]
     varies: bool = False
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of an iteration: as the plan has it, and what it waited for weights."""
+        return self.result.seconds + self.streaming
 
 
 def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
@@ -79,8 +87,9 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     median = step_seconds(stats)
     measured = None if median is None else median * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     actions = tuple(_actions(trace, plan))
-    hints = tuple(_hints(trace, plan, result, measured, stats["budget"]["hbm"]))
-    return Why(actions, result, measured, where_fullest(trace, result.hbm), hints, trace.varies)
+    streaming = by_iteration(stats)[1]["weights"] if "weights" in stats.get("stalls", {}) else 0.0
+    hints = tuple(_hints(trace, plan, result, streaming, measured, stats["budget"]["hbm"]))
+    return Why(actions, result, streaming, measured, where_fullest(trace, result.hbm), hints, trace.varies)
 
 
 def to_json(why: Why) -> dict[str, Any]:
@@ -94,7 +103,8 @@ def to_json(why: Why) -> dict[str, Any]:
         "stalls_s": None if why.varies else dict(result.stalls),
         "beside_lanes_s": None if why.varies else result.slowed,
         "host_s": None if why.varies else waiting_for_host(result),
-        "predicted_s": None if why.varies else result.seconds,
+        "streaming_s": None if why.varies else why.streaming,
+        "predicted_s": None if why.varies else why.predicted,
         "measured_s": why.measured,
         "fullest": why.fullest,
         "hints": list(why.hints),
@@ -121,7 +131,8 @@ def render(why: Why) -> Iterator[RenderableType]:
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
         parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
         late = waiting_for_host(result)
-        parts |= {"slower beside busy lanes": result.slowed, "waiting for the host": late, "predicted": result.seconds}
+        parts |= {"slower beside busy lanes": result.slowed, "waiting for the host": late}
+        parts |= {"waiting for weights (measured)": why.streaming, "predicted": why.predicted}
         if why.measured is not None:
             parts["measured (median)"] = why.measured
         for part, seconds in parts.items():
@@ -156,7 +167,9 @@ def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
     yield from sorted(recomputed, key=lambda action: -action.nbytes)
 
 
-def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, budget: int) -> Iterator[str]:
+def _hints(
+    trace: Trace, plan: Plan, result: Simulated, streaming: float, measured: float | None, budget: int
+) -> Iterator[str]:
     others = max(trace.others, default=0)
     if budget and others > CROWDED * budget:
         yield (
@@ -165,14 +178,17 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
         )
     if not (result.ideal and result.seconds) or trace.varies:
         return
-    if measured is not None and measured > LATE * result.seconds:
+    predicted = result.seconds + streaming
+    if streaming > max(result.recomputing, waiting_for_host(result), *result.stalls.values()):
+        yield "most of the difference is waiting for weights that lie in dram: more hbm helps, or a larger batch"
+    if measured is not None and measured > LATE * predicted:
         yield (
-            f"an iteration takes {measured / result.seconds:.2f} times what was predicted: too few steps to settle, "
+            f"an iteration takes {measured / predicted:.2f} times what was predicted: too few steps to settle, "
             "a host that is slower than the device, or others on the memory bus (tiers top)"
         )
-    elif measured is not None and measured * LATE < result.seconds:
+    elif measured is not None and measured * LATE < predicted:
         yield (
-            f"an iteration takes {measured / result.seconds:.2f} times what was predicted, and so may the ideal: the "
+            f"an iteration takes {measured / predicted:.2f} times what was predicted, and so may the ideal: the "
             "host was late in the first iterations, which were recorded"
         )
     if result.fraction >= CLOSE:

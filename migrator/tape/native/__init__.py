@@ -63,6 +63,19 @@ class Recorder(Protocol):
     def clock_leave(self, span: int, /) -> None:  # noqa: D102
         ...
 
+    def substitute(  # noqa: D102
+        self, tensors: Sequence[Tensor], ask: Callable[[int, bool], int], buffer: Tensor, /
+    ) -> Handle: ...
+
+    def come_by(self) -> None:  # noqa: D102
+        ...
+
+    def renew(self, substitutes: Handle, number: int, /) -> list[tuple[int, int, int]]:  # noqa: D102
+        ...
+
+    def readers(self, substitutes: Handle, number: int, /) -> int:  # noqa: D102
+        ...
+
     def enter(self, number: int, /) -> None:  # noqa: D102
         ...
 

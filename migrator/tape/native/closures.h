@@ -15,6 +15,7 @@ namespace {
 
 constexpr auto kRecord = "torch_tiers.migrator.tape.record";
 constexpr auto kClosure = "torch_tiers.migrator.tape.closure";
+constexpr auto kSubstitutes = "torch_tiers.migrator.tape.substitutes";
 constexpr auto kStops = "torch_tiers.migrator.tape.stops";
 
 Object tensor(const at::Tensor &of) {
@@ -194,19 +195,34 @@ PyObject *is_stale(PyObject *, PyObject *object) {
   });
 }
 
+// Somebody's function, which is called, and let go of, in any thread.
+std::shared_ptr<PyObject> function_of(PyObject *object) {
+  return {borrowed(object).release(), [](PyObject *of) { with_interpreter([&] { Py_DECREF(of); }); }};
+}
+
+// What `function(number, written)` returns. Where it raises, the operator does.
+Source::Ask asks(PyObject *object) {
+  return [function = function_of(object)](size_t number, bool written) {
+    const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+    int64_t start = -1;
+    std::string error;
+    with_interpreter([&] {
+      PyObject *result = PyObject_CallFunction(function.get(), "nO", Py_ssize_t(number), written ? Py_True : Py_False);
+      if (result) start = PyLong_AsLongLong(result);
+      if (PyErr_Occurred()) error = raised();
+      Py_XDECREF(result);
+    });
+    if (!error.empty()) throw std::runtime_error(error);
+    return start;
+  };
+}
+
 // watch(closure, function): call it with a leaf's number before that is written, or None: do not any more.
 PyObject *watch(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 2, "watch(closure, function)");
-    const auto with_interpreter = [](auto &&function) {
-      if (!Py_IsInitialized()) return;
-      const PyGILState_STATE state = PyGILState_Ensure();
-      function();
-      PyGILState_Release(state);
-    };
     std::shared_ptr<PyObject> function;
-    if (args[1] != Py_None)
-      function = {borrowed(args[1]).release(), [=](PyObject *of) { with_interpreter([&] { Py_DECREF(of); }); }};
+    if (args[1] != Py_None) function = function_of(args[1]);
     std::shared_ptr<const Watch::Warn> warn;
     if (function)
       warn = std::make_shared<const Watch::Warn>([=](size_t leaf) {

@@ -22,8 +22,11 @@ struct Effects {
   std::string name;  // "aten::add.Tensor"
   size_t arguments = 0, returns = 0;
   std::vector<bool> written;  // for each argument, whether the bytes of its tensors change
-  bool writes = false;        // whether one of them is
-  bool is_aten = false;       // PyTorch's own, which nobody takes away and defines anew
+  // Whether its tensor is read, all of it, and neither written, nor returned, nor held on to: another one with the same
+  // bytes would do.
+  std::vector<bool> only_reads;
+  bool writes = false;   // whether one of them is
+  bool is_aten = false;  // PyTorch's own, which nobody takes away and defines anew
   bool random = false, collective = false;
   // A view of the kind that changes its own argument: the tensor lies elsewhere afterwards, and no byte has changed.
   bool moves_the_tensor = false;
@@ -66,6 +69,16 @@ constexpr std::string_view kTakesMasks[] = {"aten::index", "aten::index_put", "a
 
 constexpr std::string_view kCopies[] = {"aten::copy_", "aten::_to_copy", "aten::_copy_from"};
 
+// That look at a few rows of a tensor, or at its shape alone.
+constexpr std::string_view kReadsLittle[] = {
+    "aten::embedding",  "aten::embedding_renorm_", "aten::_embedding_bag", "aten::_embedding_bag_forward_only",
+    "aten::index",      "aten::index_select",      "aten::gather",         "aten::_unsafe_index",
+    "aten::empty_like", "aten::resize_as_",        "aten::equal"};
+
+// That hold on to what they are given, though their schemas do not say so.
+constexpr std::string_view kHolds[] = {"aten::set_",    "aten::set",     "aten::_sparse_", "aten::sparse_",
+                                       "aten::_nested", "aten::nested_", "aten::record_",  "aten::_make_dual"};
+
 constexpr std::string_view kCollectives[] = {
     "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "symm_mem::"};
 
@@ -90,7 +103,10 @@ Effects effects_of(const c10::OperatorHandle &op) {
   effects.moves_the_tensor = op.hasTag(at::Tag::inplace_view);
   const bool writes_nothing = effects.moves_the_tensor || is_among(base, kWritesNothing);
   const bool keeps_statistics = is_among(base, kWritesStatistics);
+  const bool reads_as_it_says = effects.is_aten && !effects.moves_the_tensor && !keeps_statistics &&
+                                !is_among(base, kReadsLittle) && !begins_with_one_of(base, kHolds);
   effects.written.resize(effects.arguments);
+  effects.only_reads.resize(effects.arguments);
   for (size_t index = 0; index < effects.arguments; ++index) {
     const auto &argument = schema.arguments()[index];
     const auto *alias = argument.alias_info();
@@ -98,6 +114,7 @@ Effects effects_of(const c10::OperatorHandle &op) {
     effects.written[index] =
         (alias && alias->isWrite() && !writes_nothing) || is_statistics || is_received(base, argument);
     effects.writes |= effects.written[index];
+    effects.only_reads[index] = reads_as_it_says && !alias && !effects.written[index];
     if (keeps_statistics && argument.name() == "training") effects.training = int(index);
     if (argument.name() == "device") effects.device = int(index);
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);

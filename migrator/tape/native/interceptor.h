@@ -1,14 +1,16 @@
 // Where operators come by: one boxed fallback, for a key that belongs to nobody and lies below autograd, autocast and
 // dispatch modes, and above every backend. What it sees is what a dispatch mode sees.
 //
-// The key is included in the thread that records, and autograd takes that along to the threads of its backward. It is
-// excluded while an operator runs, so nothing that one calls comes by. Where it is not included it costs nothing.
+// The key is included in threads that record, or read substitutes, and autograd takes that along to the threads of its
+// backward. It is excluded while an operator runs, so nothing that one calls comes by. Where it is not included it
+// costs nothing.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "clock.h"
 #include "key.h"
+#include "substitutes.h"
 
 namespace {
 
@@ -45,12 +47,26 @@ void pass(Recorder &to, const c10::OperatorHandle &op, c10::DispatchKeySet below
   note();
 }
 
+// Run it, and time it, with what it is to read in the place of what it was given.
+void carry_out(const c10::OperatorHandle &op, c10::DispatchKeySet keys, c10::DispatchKeySet below,
+               torch::jit::Stack *stack) {
+  if (substitutes().empty() || keys.has_backend(c10::BackendComponent::MetaBit)) {
+    const Timed timed(op, keys);
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  Substituted substituted(recorder().effects(op), *stack);
+  const Timed timed(op, keys);
+  op.redispatchBoxed(below, stack);
+  substituted.settle();
+}
+
 void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   Recorder &to = recorder();
   const bool records = to.recording.load(std::memory_order_relaxed);
   // It was ended in another thread, or is left from a scope that has put back what it found.
-  if (!records && !clock_of_operators().on.load(std::memory_order_relaxed)) {
+  if (!records && !clock_of_operators().on.load(std::memory_order_relaxed) && substitutes().empty()) {
     c10::impl::tls_set_dispatch_key_included(kKey, false);
     op.redispatchBoxed(below, stack);
     return;
@@ -62,21 +78,18 @@ void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
   if (!records) {
-    const Timed timed(op, keys);
-    op.redispatchBoxed(below, stack);
+    carry_out(op, keys, below, stack);
     return;
   }
   if (!watches().empty()) watches().before(to.effects(op), *stack);
   Open open;
   // Meta tensors, and fake ones, which run as such, have no bytes.
   if (keys.has_backend(c10::BackendComponent::MetaBit) || !to.enter(op, *stack, open)) {
-    const Timed timed(op, keys);
-    op.redispatchBoxed(below, stack);
+    carry_out(op, keys, below, stack);
     return;
   }
   try {
-    const Timed timed(op, keys);
-    op.redispatchBoxed(below, stack);
+    carry_out(op, keys, below, stack);
   } catch (...) {
     to.leave(*stack, open, true);
     throw;

@@ -58,6 +58,32 @@ Object list_of(const Range &range, Make &&make) {
   return list;
 }
 
+// Do something with the interpreter's lock, which this thread need not have. Nothing once the interpreter has ended.
+template <typename Function>
+void with_interpreter(Function &&function) {
+  if (!Py_IsInitialized()) return;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  function();
+  PyGILState_Release(state);
+}
+
+// What Python raised, as a text; it is forgotten. An interrupt comes again.
+std::string raised() {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  if (type && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+  std::string text = "an error without a text";
+  if (PyObject *said = value ? PyObject_Str(value) : nullptr) {
+    if (const char *characters = PyUnicode_AsUTF8(said)) text = characters;
+    Py_DECREF(said);
+  }
+  PyErr_Clear();
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return text;
+}
+
 int64_t integer_of(PyObject *object) {
   const long long value = PyLong_AsLongLong(object);
   if (value == -1 && PyErr_Occurred()) throw InPython();

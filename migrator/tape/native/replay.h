@@ -7,6 +7,7 @@
 
 #include "closure.h"
 #include "key.h"
+#include "substitutes.h"
 
 namespace {
 
@@ -153,7 +154,9 @@ class Replay {
       std::optional<Draws> draws;
       if (call.drawn >= 0) draws.emplace(closure_.drawn[size_t(call.drawn)], call, stack_);
       c10::GradMode::set_enabled(call.grad);
+      Substituted substituted(*call.step->effects, stack_);
       call.recipe->op->callBoxed(stack_);
+      substituted.settle();
     }
     take(call);
     stack_.clear();

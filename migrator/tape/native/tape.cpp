@@ -171,6 +171,7 @@ PyObject *install_(PyObject *, PyObject *) {
       pthread_atfork(nullptr, nullptr, [] {
         c10::impl::tls_set_dispatch_key_included(kKey, false);
         recorder().forked();
+        substitutes().forked();
         clock_of_operators().forked();
       });
     return none();
@@ -189,7 +190,7 @@ PyObject *begin(PyObject *, PyObject *with_states) {
 // end(): the record that is over, as a capsule; None where none was recorded.
 PyObject *end(PyObject *, PyObject *) {
   return answer([&] {
-    c10::impl::tls_set_dispatch_key_included(kKey, clock_of_operators().is_of_this_thread());
+    c10::impl::tls_set_dispatch_key_included(kKey, clock_of_operators().is_of_this_thread() || !substitutes().empty());
     auto record = recorder().end();
     if (!record) return none();
     Object capsule = checked(PyCapsule_New(record.get(), kRecord, drop));
@@ -237,7 +238,8 @@ PyObject *clock_end(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 2, "clock_end(number, is_wanted)");
     const std::vector<double> seconds = clock_of_operators().end(uint64_t(integer_of(args[0])), args[1] == Py_True);
-    if (!clock_of_operators().on) c10::impl::tls_set_dispatch_key_included(kKey, recorder().is_of_this_thread());
+    if (!clock_of_operators().on)
+      c10::impl::tls_set_dispatch_key_included(kKey, recorder().is_of_this_thread() || !substitutes().empty());
     return list_of(seconds, [](double each) { return checked(PyFloat_FromDouble(each)); });
   });
 }
@@ -251,6 +253,51 @@ PyObject *clock_leave(PyObject *, PyObject *span) {
   return answer([&] {
     if (const int64_t which = integer_of(span); which >= 0) clock_of_operators().after(which);
     return none();
+  });
+}
+
+// substitute(tensors, ask, buffer): for as long as somebody has what this returns, operators of threads that have
+// called `come_by` read copies of the storages of these, which begin in `buffer` at the byte that `ask(number,
+// written)` returns; the storage itself for -1.
+PyObject *substitute(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 3, "substitute(tensors, ask, buffer)");
+    auto source = std::make_shared<const Source>(Source{asks(args[1]), tensor_of(args[2]).storage()});
+    auto all = std::make_unique<Substitutes::All>(Substitutes::of(tensors_of(args[0]), source));
+    Object capsule = checked(PyCapsule_New(all.get(), kSubstitutes, [](PyObject *of) {
+      std::unique_ptr<Substitutes::All> dropped(&held_by<Substitutes::All>(of, kSubstitutes));
+      substitutes().remove(*dropped);
+    }));
+    substitutes().add(*all.release());
+    return capsule;
+  });
+}
+
+// come_by(): operators of this thread read substitutes from now on.
+PyObject *come_by(PyObject *, PyObject *) {
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+  Py_RETURN_NONE;
+}
+
+// readers(substitutes, number): how many operators use the copy of that storage now.
+PyObject *readers(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "readers(substitutes, number)");
+    const auto &all = held_by<Substitutes::All>(args[0], kSubstitutes);
+    return number(int64_t(all.at(size_t(integer_of(args[1])))->readers));
+  });
+}
+
+// renew(substitutes, number): a copy of that storage begins; the streams on which operators have written it since the
+// last one did, as PyTorch numbers them.
+PyObject *renew(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "renew(substitutes, number)");
+    const auto &all = held_by<Substitutes::All>(args[0], kSubstitutes);
+    return list_of(substitutes().renew(*all.at(size_t(integer_of(args[1])))), [](const c10::Stream &each) {
+      return tuple(number(int64_t(each.id())), number(int64_t(each.device_index())),
+                   number(int64_t(each.device_type())));
+    });
   });
 }
 
@@ -345,6 +392,10 @@ PyMethodDef functions[] = {
     {"clock_end", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(clock_end)), METH_FASTCALL, nullptr},
     {"clock_enter", clock_enter, METH_NOARGS, nullptr},
     {"clock_leave", clock_leave, METH_O, nullptr},
+    {"substitute", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(substitute)), METH_FASTCALL, nullptr},
+    {"come_by", come_by, METH_NOARGS, nullptr},
+    {"readers", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(readers)), METH_FASTCALL, nullptr},
+    {"renew", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(renew)), METH_FASTCALL, nullptr},
     {"enter", enter, METH_O, nullptr},
     {"position", position, METH_O, nullptr},
     {"saved", saved, METH_O, nullptr},

@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.one_core import OnOneCore, step
 from torch_tiers.allocator.host.ledger import Ledger
-from torch_tiers.allocator.layout.periods import PATIENCE
+from torch_tiers.allocator.layout.residence import PATIENCE
 from torch_tiers.allocator.native import HBM, Core
 from torch_tiers.allocator.sizes import PAGE, MiB
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.unit.one_core import OnOneCore, step
-from torch_tiers.allocator.layout.periods import PATIENCE
+from torch_tiers.allocator.layout.residence import PATIENCE
 from torch_tiers.allocator.native import DRAM, HBM, Core
+from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB
 
 
@@ -96,7 +97,7 @@ def test_a_block_larger_than_what_is_claimed_at_a_time_is_demoted_whole(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_tiers.allocator.host.claims.STEP", PAGE)
-    monkeypatch.setattr("torch_tiers.allocator.layout.periods.GiB", 4 * MiB)
+    monkeypatch.setattr("torch_tiers.allocator.layout.residence.GiB", 4 * MiB)
     core.state(True)
     state = core.allocate(40 * MiB)
     core.state(False)
@@ -106,3 +107,43 @@ def test_a_block_larger_than_what_is_claimed_at_a_time_is_demoted_whole(
         step(core, 24 * MiB, 8 * MiB)
         pages.period_over()
     assert core.on(state, DRAM) == 40 * MiB
+
+
+def test_state_that_hbm_has_no_room_for_lies_in_dram_from_the_beginning(pages: OnOneCore, core: Core) -> None:
+    """The forward that follows finds its room as it was, though there was more of it while the optimizer stepped."""
+    pages.begin()
+    step(core, 24 * MiB, 16 * MiB)
+    pages.state(True, {0: StateRoom(hbm=8 * MiB, expected=48 * MiB)})
+    state = [core.allocate(4 * MiB) for _ in range(12)]
+    pages.state(False)
+    assert sum(core.on(block, HBM) for block in state) == 8 * MiB
+    assert sum(core.on(block, DRAM) for block in state) == 40 * MiB
+    for _ in range(3):
+        pages.period_over()
+        hot = [core.allocate(24 * MiB), core.allocate(16 * MiB)]
+        assert all(core.on(block, DRAM) == 0 for block in hot)
+        for block in hot:
+            core.free(block)
+
+
+def test_state_takes_the_hbm_that_is_free_where_it_is_expected_to_fit(pages: OnOneCore, core: Core) -> None:
+    pages.state(True, {0: StateRoom(hbm=32 * MiB, expected=16 * MiB)})
+    state = core.allocate(16 * MiB)
+    assert core.on(state, HBM) == 16 * MiB
+    assert core.counts().dram_limit == 0
+
+
+def test_state_takes_hbm_where_dram_has_no_room_for_it(core: Core) -> None:
+    pages = OnOneCore(core, dram=0)
+    pages.state(True, {0: StateRoom(hbm=0, expected=16 * MiB)})
+    state = core.allocate(16 * MiB)
+    assert core.on(state, HBM) == 16 * MiB
+
+
+def test_room_for_state_binds_the_first_step_alone(pages: OnOneCore, core: Core) -> None:
+    pages.state(True, {0: StateRoom(hbm=0, expected=16 * MiB)})
+    first = core.allocate(4 * MiB)
+    pages.state(False)
+    pages.state(True)
+    assert core.on(first, DRAM) == 4 * MiB
+    assert core.on(core.allocate(4 * MiB), HBM) == 4 * MiB

@@ -302,3 +302,23 @@ def test_a_private_pool_has_addresses_for_more_than_any_gpu_has() -> None:
     for block in blocks:
         made.free(block)
     made.close()
+
+
+def test_what_was_demoted_is_not_needed_in_hbm() -> None:
+    """Plans are made for what else lies there: state that was demoted would have everything recomputed."""
+    core = Core("memfd", hbm=64 * MiB, dram=64 * MiB)
+    core.state(True, most_hbm=0)
+    state = core.allocate(16 * MiB)
+    core.state(False)
+    weight, other = core.allocate(8 * MiB), core.allocate(4 * MiB)
+    core.lap()
+    assert core.lap() == 12 * MiB
+    core.move(weight, DRAM)
+    core.lap()
+    assert (core.lap(), core.counts().demoted) == (4 * MiB, 24 * MiB)
+    core.move(weight, HBM)
+    assert (core.lap(), core.counts().demoted) == (12 * MiB, 16 * MiB)
+    for block in (state, weight, other):
+        core.free(block)
+    core.lap()
+    assert (core.lap(), core.counts().demoted) == (0, 0)

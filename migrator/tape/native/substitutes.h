@@ -1,0 +1,214 @@
+// Storages that operators read elsewhere: from a copy of them that lies in faster memory.
+//
+// An operator that only reads a tensor on such a storage is given an alias of the copy in its place. The tensor itself
+// stays what it was: autograd, the program and the tape never see the alias.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <functional>
+#include <mutex>
+#include <unordered_map>
+
+#include "record.h"
+
+namespace {
+
+// Where the copies of some storages come from, and lie.
+struct Source {
+  // Returns where in the buffer the copy begins that the current stream may read; -1 if the storage itself is to be
+  // read. `written`: the copy is outdated.
+  using Ask = std::function<int64_t(size_t number, bool written)>;
+
+  Ask ask;
+  c10::Storage buffer;
+};
+
+struct Substitute {
+  size_t number = 0;
+  std::shared_ptr<const Source> source;
+  // Whose address is not used again.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
+  std::atomic<uint32_t> readers = 0;  // operators that were, or are being, given the copy
+  std::atomic<bool> written = false;  // by operators, since the last copy began
+  std::vector<c10::Stream> writers;   // on these streams; under the lock of `Substitutes`
+};
+
+class Substitutes {
+ public:
+  using All = std::vector<std::shared_ptr<Substitute>>;
+
+  bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
+
+  // One of each, with its place for a number.
+  static All of(const std::vector<at::Tensor> &tensors, const std::shared_ptr<const Source> &source) {
+    All all;
+    for (const at::Tensor &each : tensors) {
+      auto made = std::make_shared<Substitute>();
+      made->number = all.size();
+      made->source = source;
+      made->storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(each)));
+      all.push_back(std::move(made));
+    }
+    return all;
+  }
+
+  void add(const All &all) {
+    std::lock_guard lock(mutex_);
+    for (const auto &each : all) all_[each->storage._unsafe_get_target()] = each;
+    count_ = all_.size();
+  }
+
+  void remove(const All &all) {
+    std::lock_guard lock(mutex_);
+    for (const auto &each : all) {
+      const auto found = all_.find(each->storage._unsafe_get_target());
+      if (found != all_.end() && found->second == each) all_.erase(found);
+    }
+    count_ = all_.size();
+  }
+
+  std::shared_ptr<Substitute> find(const at::Tensor &tensor) {
+    const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
+    if (!storage) return nullptr;
+    std::lock_guard lock(mutex_);
+    const auto found = all_.find(storage);
+    return found == all_.end() ? nullptr : found->second;
+  }
+
+  // An operator is about to write it, on the current stream.
+  void note_written(const at::Tensor &tensor) {
+    const auto found = find(tensor);
+    if (!found) return;
+    const Guard *guard = tensor.is_cpu() ? nullptr : guard_of(tensor.device());
+    std::lock_guard lock(mutex_);
+    found->written = true;
+    if (!guard) return;
+    const c10::Stream stream = guard->getStream(tensor.device());
+    auto &all = found->writers;
+    if (std::find(all.begin(), all.end(), stream) == all.end()) all.push_back(stream);
+  }
+
+  // Another copy begins, of what it holds once these streams are through with what they have been given.
+  std::vector<c10::Stream> renew(Substitute &of) {
+    std::lock_guard lock(mutex_);
+    of.written = false;
+    return std::exchange(of.writers, {});
+  }
+
+  // In a fork nobody else is there, and whoever had the lock is not.
+  void forked() {
+    new (&mutex_) std::mutex;
+    count_ = 0;
+    all_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl *, std::shared_ptr<Substitute>> all_;
+  std::atomic<size_t> count_ = 0;
+};
+
+// Never taken away, as the recorder.
+Substitutes &substitutes() {
+  static Substitutes &one = *new Substitutes;
+  return one;
+}
+
+// While it lives, an operator's arguments on the stack are the copies.
+class Substituted {
+ public:
+  Substituted(const Effects &effects, torch::jit::Stack &stack) : stack_(stack) {
+    if (substitutes().empty()) return;
+    const size_t first = stack.size() - effects.arguments;
+    for (size_t index = 0; index < effects.arguments; ++index) {
+      c10::IValue &argument = stack[first + index];
+      if (effects.is_written(&stack[first], index)) {
+        note_written(argument);
+      } else if (effects.only_reads[index] && argument.isTensor()) {
+        replace(argument);
+      }
+    }
+  }
+
+  Substituted(const Substituted &) = delete;
+  Substituted &operator=(const Substituted &) = delete;
+
+  // The operator has run. What it returned on the memory of a copy, as no schema told, is on the original's.
+  void settle() {
+    for (size_t index = 0; !replaced_.empty() && index < stack_.size(); ++index) {
+      if (stack_[index].isTensor()) restore(stack_[index].toTensor());
+      if (stack_[index].isTensorList())
+        for (const at::Tensor &each : stack_[index].toTensorVector()) restore(each);
+    }
+  }
+
+ private:
+  // The copy stays where it is for as long as this lives.
+  class Reading {
+   public:
+    explicit Reading(std::shared_ptr<Substitute> of) : of_(std::move(of)) { ++of_->readers; }
+    ~Reading() {
+      if (of_) --of_->readers;
+    }
+    Reading(Reading &&) = default;
+    Reading &operator=(Reading &&) = default;
+
+   private:
+    std::shared_ptr<Substitute> of_;
+  };
+
+  struct Replaced {
+    Reading reading;
+    at::Tensor original;
+    std::shared_ptr<const Source> source;
+    uint64_t start;
+  };
+
+  static void note_written(const c10::IValue &argument) {
+    if (argument.isTensor()) substitutes().note_written(argument.toTensor());
+    if (argument.isList())
+      for (const c10::IValue &each : argument.toListRef())
+        if (each.isTensor()) substitutes().note_written(each.toTensor());
+  }
+
+  void replace(c10::IValue &argument) {
+    const at::Tensor original = argument.toTensor();
+    auto found = substitutes().find(original);
+    if (!found || original.unsafeGetTensorImpl()->layout() != c10::kStrided || original.key_set().has(kPython)) return;
+    const std::shared_ptr<const Source> source = found->source;
+    const bool written = found->written;
+    const size_t number = found->number;
+    Reading reading(std::move(found));  // before it is asked for
+    const int64_t start = source->ask(number, written);
+    if (start < 0) return;
+    at::Tensor alias(original.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
+    alias.unsafeGetTensorImpl()->set_storage_keep_dtype(source->buffer);
+    alias.unsafeGetTensorImpl()->set_storage_offset(original.storage_offset() + start / int64_t(original.itemsize()));
+    argument = alias;
+    replaced_.push_back({std::move(reading), original, source, uint64_t(start)});
+  }
+
+  void restore(const at::Tensor &result) {
+    const c10::StorageImpl *storage = result.defined() ? storage_of(result) : nullptr;
+    if (!storage) return;
+    for (const Replaced &each : replaced_) {
+      if (each.source->buffer.unsafeGetStorageImpl() != storage) continue;
+      c10::TensorImpl *impl = result.unsafeGetTensorImpl();
+      const auto at = uint64_t(impl->storage_offset()) * impl->itemsize();
+      if (at < each.start || at >= each.start + each.original.storage().nbytes())
+        continue;  // several copies share a buffer
+      impl->set_storage_keep_dtype(each.original.storage());
+      impl->set_storage_offset(int64_t((at - each.start) / impl->itemsize()));
+      return;
+    }
+  }
+
+  static constexpr auto kPython = c10::DispatchKey::Python;
+  torch::jit::Stack &stack_;
+  std::vector<Replaced> replaced_;
+};
+
+}  // namespace

@@ -1,0 +1,382 @@
+"""Weights that lie in DRAM are streamed, and nothing that a program does to them makes its results differ."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import torch_tiers as tiers
+from tests.programs import PROGRAMS, deterministic_kernels, run
+from tests.scenarios import Program, batch, bits, blocks, gradients, main, moved, perceptron, streamed, train
+from torch_tiers.assembly import Session
+
+
+def _streamed(session: Session) -> int:
+    """Bytes of weights that were copied so far."""
+    return moved(session).get("weights", 0)
+
+
+def _assert_same(program: Program, device: torch.device) -> None:
+    """Check that a program yields what it yields without tiers, with all its weights streamed."""
+    with deterministic_kernels():
+        plain = bits(program(device))
+        with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+            ours = bits(program(device))
+            streamed_bytes = _streamed(session)
+    differ = [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b]
+    print(f"  {len(plain)} results; {streamed_bytes} bytes streamed; these differ: {differ}")
+    assert streamed_bytes > 0, "nothing was streamed, so nothing was tested"
+    assert not differ
+
+
+def _step(model: nn.Module, device: torch.device, i: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    optimizer.zero_grad()
+    loss = model(batch(device, i)).square().mean()
+    loss.backward()
+    results = [loss.detach().clone(), *gradients(model)]
+    optimizer.step()
+    return results
+
+
+def leaves_the_programs_of_the_tests_as_they_are(device: torch.device) -> None:
+    for program in PROGRAMS:
+        plain = run(program, 3, str(device))
+        with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+            assert run(program, 3, str(device)) == plain, program
+            print(f"  {program}: {_streamed(session)} bytes streamed")
+
+
+def trains_adapters_of_frozen_weights(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model = blocks(device).requires_grad_(False)
+        adapters = nn.Sequential(nn.Linear(128, 4), nn.Linear(4, 128)).to(device)
+        whole = nn.Sequential(model, adapters, copy.deepcopy(model))
+        return train(whole, device)
+
+    _assert_same(program, device)
+
+
+def infers_with_and_without_inference_mode(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = blocks(device).eval(), []
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                results += [model(batch(device, i)).clone() for i in range(3)]
+        return results
+
+    _assert_same(program, device)
+
+
+def evaluates_between_steps_and_within_them(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model = blocks(device)
+        optimizer, results = torch.optim.AdamW(model.parameters()), []
+        for i in range(5):
+            with torch.no_grad():
+                results.append(model(batch(device, 9)).mean())
+            loss = model(batch(device, i)).square().mean()
+            with torch.no_grad():
+                results.append(model(batch(device, 8)).mean())
+            loss.backward()
+            with torch.no_grad():
+                results.append(model(batch(device, 7)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    _assert_same(program, device)
+
+
+def sees_what_operators_write_to_weights(device: torch.device) -> None:
+    """Within a forward, between forward and backward, and from one step to the next, by whatever name."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(128, 128), nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.one(x)
+            with torch.no_grad():
+                self.one.weight.data.mul_(0.5)
+                self.other.weight[:64].add_(0.25)
+            return self.other(h) + self.one(x.detach()).detach()
+
+    def program(device: torch.device) -> Sequence[Tensor]:
+        torch.manual_seed(0)
+        model = Changing().to(device)
+        optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
+        average = copy.deepcopy(model)
+        for i in range(4):
+            loss = model(batch(device, i)).square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(now, 0.1)
+                results += [mean.clone() for mean in average.parameters()]
+                results.append(average(batch(device, i)).mean())
+            optimizer.zero_grad()
+            results.append(loss.detach())
+        return results
+
+    _assert_same(program, device)
+
+
+def sees_what_no_operator_writes_between_steps(device: torch.device) -> None:
+    """A kernel of somebody's own: here numpy, or a copy by the driver through an alias that no operator knows."""
+
+    def write(weight: Tensor) -> None:
+        alias = torch.empty(0, dtype=weight.dtype, device=weight.device).set_(weight.untyped_storage())
+        if weight.is_cpu:
+            alias.numpy()[:] *= 0.5
+        else:
+            alias.untyped_storage().copy_((alias * 0.5).untyped_storage())
+
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = perceptron(device), []
+        for i in range(4):
+            loss = model(batch(device, i)).square().mean()
+            loss.backward()
+            results += [loss.detach(), *gradients(model)]
+            for layer in model:
+                if isinstance(layer, nn.Linear):
+                    write(layer.weight.detach())
+            results.append(sum(p.detach().sum() for p in model.parameters()))
+            model.zero_grad()
+        return results
+
+    _assert_same(program, device)
+
+
+def sees_weights_that_are_replaced_moved_and_loaded(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = perceptron(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        for i in range(8):
+            results += _step(model, device, i, optimizer)
+            if i == 1:
+                model.load_state_dict(kept)
+            if i == 3:
+                model.load_state_dict(kept, assign=True)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if i == 4:
+                model[0].weight.data = model[0].weight.data.flip(0).contiguous()
+            if i == 5:
+                model.double().float()
+            if i == 6:
+                model[2] = nn.Linear(128, 128, device=device)
+        return results
+
+    _assert_same(program, device)
+
+
+def has_several_models_and_optimizers(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        maker, judge, results = perceptron(device, seed=1), perceptron(device, seed=2), []
+        optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in (maker, judge)]
+        for i in range(4):
+            made = maker(batch(device, i))
+            loss = judge(made.detach()).square().mean() - judge(batch(device, 100 + i)).mean()
+            loss.backward()
+            optimizers[1].step()
+            judge.zero_grad()
+            judge(made).square().mean().backward()
+            optimizers[0].step()
+            results += [loss.detach(), *gradients(maker), *gradients(judge)]
+            maker.zero_grad()
+            judge.zero_grad()
+        return results
+
+    _assert_same(program, device)
+
+
+def recomputes_in_backward(device: torch.device) -> None:
+    def program(device: torch.device, *, reentrant: bool) -> Sequence[Tensor]:
+        layers = [layer for layer in blocks(device)]
+        model = nn.ModuleList(layers)
+
+        def loss_of(_: nn.Module, x: Tensor) -> Tensor:
+            x.requires_grad_()
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x.square().mean()
+
+        return train(model, device, loss_of=loss_of)
+
+    for reentrant in (False, True):
+        _assert_same(lambda device, reentrant=reentrant: program(device, reentrant=reentrant), device)
+
+
+def differentiates_twice_and_again(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = perceptron(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(4):
+            x = batch(device, i).requires_grad_()
+            out = model(x).sum()
+            (first,) = torch.autograd.grad(out, x, create_graph=True)
+            loss = (first.norm() - 1).square() + out * 1e-3
+            loss.backward(retain_graph=True)
+            loss.backward()
+            results += [loss.detach(), *gradients(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    _assert_same(program, device)
+
+
+def steps_within_backward(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = perceptron(device), []
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for i in range(4):
+            loss = model(batch(device, i)).square().mean()
+            loss.backward()
+            results += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+        return results
+
+    _assert_same(program, device)
+
+
+def uses_weights_outside_of_their_modules(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50, bias=False)).to(device)
+        model[2].weight = model[0].weight
+        optimizer, results = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        tokens = torch.arange(50, device=device)
+        for _ in range(4):
+            loss = F.cross_entropy(model(tokens), tokens.flip(0))
+            loss = loss + 0.1 * (model[1].weight @ model[1].weight.t()).square().mean()
+            loss = loss + torch.cat([p.flatten() for p in model.parameters()]).square().sum() * 1e-3
+            loss.backward()
+            results += [loss.detach(), *gradients(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(torch.linalg.matrix_norm(model[1].weight.detach()))
+        return results
+
+    _assert_same(program, device)
+
+
+def goes_on_after_an_exception(device: torch.device) -> None:
+    class Fails(nn.Module):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("a batch that is no good")
+            return x
+
+    def program(device: torch.device) -> Sequence[Tensor]:
+        fails = Fails()
+        model, results = nn.Sequential(*perceptron(device), fails, nn.Linear(128, 128, device=device)), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(6):
+            fails.fails = i in (2, 4)
+            try:
+                if i == 4:
+                    with torch.no_grad():
+                        model(batch(device, i))
+                results += _step(model, device, i, optimizer)
+            except ValueError:
+                with torch.no_grad():
+                    model[0].weight.mul_(1.5)
+        return results
+
+    _assert_same(program, device)
+
+
+def infers_in_several_threads(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model = blocks(device).eval()
+        results: dict[int, Tensor] = {}
+
+        def infer(number: int) -> None:
+            with torch.no_grad():
+                for i in range(8):
+                    results[8 * number + i] = model(batch(device, i)).clone()
+
+        threads = [threading.Thread(target=infer, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [results[key] for key in sorted(results)]
+
+    _assert_same(program, device)
+
+
+def is_functional(device: torch.device) -> None:
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model = perceptron(device, depth=2)
+        values = {name: value.detach() for name, value in model.named_parameters()}
+
+        def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, values, (x,)).square().mean()
+
+        x = batch(device, 0, rows=16)
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x.unsqueeze(1))
+        return [*train(model, device, steps=2), *each.values(), *torch.func.grad(loss)(values, x).values()]
+
+    _assert_same(program, device)
+
+
+def lets_go_of_a_model_that_is_gone(device: torch.device) -> None:
+    with streamed(), tiers.session(allocator="torch", dram="64MiB"):
+        model = perceptron(device)
+        train(model, device, steps=2)
+        weight = weakref.ref(model[0].weight)
+        del model
+        gc.collect()
+        assert weight() is None
+
+
+def ends_with_the_session(device: torch.device) -> None:
+    """Afterwards operators read weights where they lie, and are not asked for them."""
+    model = perceptron(device)
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+        train(model, device, steps=2)
+        before = _streamed(session)
+        assert before > 0
+    with torch.no_grad():
+        model[0].weight.fill_(0)
+        model[0].bias.fill_(0)
+        assert not model[0](batch(device, 0)).any()
+    assert _streamed(session) == before
+
+
+def is_asked_for_no_more_than_is_read(device: torch.device) -> None:
+    """Once the order is known, each weight comes once for forward, and once for backward unless it is there still."""
+    model = perceptron(device, depth=8)
+    weights = sum(p.nbytes for p in model.parameters())
+    step: Callable[[int], object] = lambda i: model(batch(device, i)).square().mean().backward()  # noqa: E731
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(6):
+            before = _streamed(session)
+            step(i)
+            optimizer.step()
+        assert _streamed(session) - before <= 2 * weights
+
+
+if __name__ == "__main__":
+    main("streamed_weights")

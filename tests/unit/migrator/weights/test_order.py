@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from torch_tiers.migrator.weights.order import Order
+
+
+def passed(order: Order, kind: str, *reads: int) -> None:
+    order.begin(kind)
+    for weight in reads:
+        order.read(weight)
+
+
+def test_the_first_pass_expects_nothing() -> None:
+    order = Order()
+    passed(order, "step", 0, 1)
+    assert list(order.coming()) == []
+    assert order.until(0) == float("inf")
+
+
+def test_a_pass_is_expected_to_read_what_the_one_before_did() -> None:
+    order = Order()
+    passed(order, "step", 0, 1, 2, 2, 1, 0)
+    passed(order, "step", 0)
+    assert list(order.coming()) == [1, 2, 1, 0]
+    assert [order.until(weight) for weight in (0, 1, 2)] == [3, 0, 1]
+
+
+def test_each_kind_of_pass_has_an_order_of_its_own() -> None:
+    order = Order()
+    passed(order, "step", 0, 1, 0)
+    passed(order, "evaluation", 0, 1)
+    passed(order, "step")
+    assert list(order.coming()) == [0, 1, 0]
+    passed(order, "evaluation")
+    assert list(order.coming()) == [0, 1]
+
+
+def test_a_read_that_was_not_expected_changes_nothing_of_what_is() -> None:
+    order = Order()
+    passed(order, "step", 0, 1, 2)
+    passed(order, "step", 0, 7)
+    assert list(order.coming()) == [1, 2]
+
+
+def test_reads_that_are_left_out_are_expected_no_more() -> None:
+    """An expert that gets no token."""
+    order = Order()
+    passed(order, "step", 0, 1, 2, 3)
+    passed(order, "step", 0, 2)
+    assert list(order.coming()) == [3]
+
+
+def test_a_pass_without_reads_leaves_the_order_as_it_was() -> None:
+    order = Order()
+    passed(order, "step", 0, 1)
+    passed(order, "step")
+    passed(order, "step")
+    assert list(order.coming()) == [0, 1]
