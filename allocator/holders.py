@@ -56,7 +56,8 @@ class Claims:
     no_room : str
         Why the system left nothing, when it last did not; empty if it always left something.
     told : callable or None
-        Called with each shortage at which others did not hold what they did at the one before.
+        Called at each shortage at which others did not hold what they did at the one before: with ``bytes`` that were
+        claimed and ``held``, and a text about the ``others``.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Claims:
         self.shortest: Held | None = None
         self.fullest: Held | None = None
         self.no_room = ""
-        self.told: Callable[[Held], None] | None = None
+        self.told: Callable[..., None] | None = None
         self._last: tuple[Holder, ...] | None = None
 
     def claimed(self, granted: int, wanted: int, held: int, others: Iterable[Holder]) -> None:
@@ -81,7 +82,7 @@ class Claims:
             self.shortest = now
         if self.told is not None and now.others != self._last:
             self._last = now.others
-            self.told(now)
+            self.told(bytes=wanted, held=held, others=describe_holders(now.others))
 
     def to_json(self) -> dict[str, Any]:
         """What a run keeps of it: numbers of bytes, and at most `_NAMED` holders each time."""

@@ -18,7 +18,6 @@ import torch
 from torch_tiers import paging, run_directory
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.extensions.extension import CannotBuild
-from torch_tiers.allocator.holders import describe_holders
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.pinning import return_what_is_freed
 from torch_tiers.allocator.nvme.store import NvmeStore
@@ -87,9 +86,7 @@ class Session:
         self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
         if (timeline := self._timeline) is not None:
-            self._shares.claims.told = lambda held: timeline.happened(
-                "dram was short", bytes=held.wanted, held=held.held, others=describe_holders(held.others)
-            )
+            self._shares.claims.told = lambda **facts: timeline.happened("dram was short", **facts)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
         self._drives: Drives | None = None

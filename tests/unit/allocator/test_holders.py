@@ -38,11 +38,12 @@ def test_a_process_s_other_accounts_are_its_own() -> None:
 
 
 def test_a_shortage_is_told_again_once_others_hold_something_else() -> None:
-    claims, told = Claims(), list[Held]()
-    claims.told = told.append
+    claims, told = Claims(), list[dict[str, object]]()
+    claims.told = lambda **facts: told.append(facts)
     for others in ((OTHER,), (OTHER,), (), (OTHER,)):
         claims.claimed(0, PAGE, 0, others)
-    assert [held.others for held in told] == [(OTHER,), (), (OTHER,)]
+    assert [facts["others"] for facts in told] == ["8.0 MiB by pid 1 (other.py)", "", "8.0 MiB by pid 1 (other.py)"]
+    assert (told[0]["bytes"], told[0]["held"]) == (PAGE, 0)
 
 
 def test_an_account_notes_what_it_met(tmp_path: Path) -> None:
