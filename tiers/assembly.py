@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from torch_tiers.migrator.model.links import Links, links_from
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import DirectWay
 from torch_tiers.migrator.policies import recomputes
+from torch_tiers.migrator.program.losses import Losses
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.runtime import Runtime
 from torch_tiers.migrator.saved import native
@@ -80,9 +81,12 @@ class Session:
             paging.check_budget(config.hbm.capacity)
         self._run = run_directory.find(config)
         self._timeline = Timeline(rank=rank()) if self._run is not None else None
+        self._losses = Losses() if self._run is not None else None
         self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
         self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
+        if (timeline := self._timeline) is not None:
+            self._shares.claims.told = lambda **facts: timeline.happened("dram was short", **facts)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
         self._drives: Drives | None = None
@@ -227,6 +231,8 @@ class Session:
             paging.before_cuda(self._install_pages)
         paging.prefer_expandable_segments()
         self.runtime.install()
+        if self._losses is not None:
+            self._losses.install()
 
     def _install_pages(self) -> None:
         """Put the page-grouping allocator under PyTorch, or say why not, and go on with PyTorch's own."""
@@ -258,6 +264,8 @@ class Session:
             if self._monitor is not None:
                 ending.callback(self._monitor.close)
             ending.callback(self.runtime.close)
+            if self._losses is not None:
+                ending.callback(self._losses.uninstall)
 
     def _conclude(self) -> None:
         """Write the run directory, and say what the run came to."""
@@ -281,6 +289,9 @@ class Session:
                 learned = self.runtime.learned
                 self._run = run_directory.write(self._run, stats, learned, self._timeline, force=force)
                 self._written = True
+                if self._losses is not None:
+                    with suppress(RuntimeError):  # of a device, which the program has met before
+                        run_directory.write_losses(self._run, self._losses.read())  # last, as it waits for devices
             except OSError as error:  # the training is done, and an error of its own matters more than this one
                 text = (
                     "TIERS_RUN: %s cannot be written: %s; the numbers of this run are lost: name a writable directory"
@@ -310,6 +321,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,
             "pages": paging.account(paged) if paged else None,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,

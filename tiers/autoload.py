@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def gate() -> None:
     """Install tiers if ``TIERS_ALLOCATOR`` is set to something other than ``off``.
 
+    With ``off`` and ``TIERS_RUN`` the program runs without tiers, and its losses are kept.
+
     Raises
     ------
     SystemExit
@@ -27,7 +29,7 @@ def gate() -> None:
         Instead of that where somebody types: see `refusals.give_up`. PyTorch makes a failure of ``import torch`` of it.
     """
     allocator = os.environ.get("TIERS_ALLOCATOR", "").strip().lower()
-    if allocator in ("", "off"):
+    if allocator in ("", "off") and not (allocator and os.environ.get("TIERS_RUN")):
         others = [name for name in os.environ if name.startswith("TIERS_") and name != "TIERS_ALLOCATOR"]
         if others and not allocator:
             _tell_off(others)
@@ -152,6 +154,11 @@ def _install() -> None:
         for warning in resolved.warnings:
             logging.getLogger("tiers").warning(warning)
 
+    if resolved.config.allocator == "off":
+        from torch_tiers import plain_run
+
+        plain_run.install(resolved.config)
+        return
     from torch_tiers.session import install
 
     install(resolved.config)

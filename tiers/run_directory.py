@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ STATS = "stats.json"
 TRACE = "trace.json"
 PLAN = "plan.json"
 TIMELINE = "timeline.json.gz"
-FILES = (STATS, TRACE, PLAN, TIMELINE)
+LOSSES = "losses.csv"
+FILES = (STATS, TRACE, PLAN, TIMELINE, LOSSES)
 ENOUGH = 5  # steps under the last plan: a few are no median
 
 
@@ -100,7 +101,7 @@ def write(
     try:
         # First, as whose it is has the directory: trainers without RANK, started by hand or by torch.multiprocessing,
         # share it and may end together, and none must overwrite another's.
-        others = [directory / name for name in (TRACE, PLAN, TIMELINE) if _is_there(directory / name)]
+        others = [directory / name for name in FILES[1:] if _is_there(directory / name)]
         if others and not force:
             raise FileExistsError
         _write(directory / STATS, told, over=force)
@@ -114,8 +115,26 @@ def write(
         trace, plan = learned
         _write(directory / TRACE, trace_json.write(trace).encode() + b"\n")
         _write(directory / PLAN, plan.to_json().encode() + b"\n")
-    # Last, as it takes longest: who ends programs may not wait for it.
+    # Late, as it takes long: who ends programs may not wait for it.
     _write(directory / TIMELINE, gzip.compress(timeline.to_json().encode(), compresslevel=6))
+    return directory
+
+
+def write_losses(directory: Path, losses: Sequence[tuple[int, float]], *, force: bool = True) -> Path:
+    """Write the step and the value of each loss, if there are any, over those of an earlier run with `force`.
+
+    A value is written so that reading it gives the same bits. Returns where they are now.
+    """
+    if not losses:
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    told = "".join(["step,loss\n", *(f"{step},{value!r}\n" for step, value in losses)]).encode()
+    try:
+        _write(directory / LOSSES, told, over=force)
+    except FileExistsError:  # of another process that shares the directory: see `write`
+        directory = directory / f"process{os.getpid()}"
+        directory.mkdir()
+        _write(directory / LOSSES, told)
     return directory
 
 

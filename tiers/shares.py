@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_tiers.allocator.holders import Claims
 from torch_tiers.allocator.host.ledger import Account, Ledger
 from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB
@@ -37,6 +38,8 @@ class Shares:
         The most that this process may take, in bytes.
     ranks : int
         Processes of this job on this node.
+    claims : Claims
+        What this process meets as it claims `dram`.
 
     Raises
     ------
@@ -48,6 +51,7 @@ class Shares:
         self.ledger = _open_ledger(config)
         self.ranks = processes("LOCAL_WORLD_SIZE")
         parts = 1 if self.ledger else self.ranks
+        self.claims = Claims()
         self._hbm = config.hbm.capacity
         self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // parts
         self.nvme = (config.nvme.capacity or 0) // parts if config.nvme.paths else 0
@@ -63,7 +67,8 @@ class Shares:
 
     def account(self, tier: str, capacity: int) -> Account | None:
         """Where what is taken of a tier is claimed; None without a ledger."""
-        return self.ledger.open_account(tier, capacity) if self.ledger else None
+        claims = self.claims if tier == "dram" else None
+        return self.ledger.open_account(tier, capacity, claims) if self.ledger else None
 
     def say_if_alone(self) -> None:
         """Say that nothing is shared, where there is no ledger."""

@@ -84,6 +84,8 @@ class DramClaims:
         if wanted < least:
             if last:
                 self._room.say_once("dram", self._capacity - self._left(), self._capacity)
+                if self._account is not None:
+                    self._account.claims.no_room = self._room.reason
             return False
         claimed = wanted if self._account is None else self._account.claim(wanted, least=least, say=last)
         return bool(claimed) and self._grant(device, core, claimed)

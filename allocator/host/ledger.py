@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch_tiers.allocator.holders import Holder, describe_holders
+from torch_tiers.allocator.holders import Claims, Holder, describe_holders
 from torch_tiers.allocator.private import ACCESSIBLE, opened
 from torch_tiers.allocator.sizes import PAGE, format_size
 
@@ -76,15 +76,17 @@ class Ledger:
         with _lock, _locked(self.directory) as directory:
             return _total(_holders(directory, tier).values())
 
-    def open_account(self, tier: str, capacity: int) -> Account:
+    def open_account(self, tier: str, capacity: int, claims: Claims | None = None) -> Account:
         """Make an account that holds nothing yet.
 
         Parameters
         ----------
         capacity
             Bytes of `tier` that all processes may hold when this one claims; others may see it differently.
+        claims
+            Is told of its claims; if not given, one of its own.
         """
-        return Account(self.directory, tier, capacity)
+        return Account(self.directory, tier, capacity, claims)
 
 
 class Account:
@@ -97,9 +99,12 @@ class Account:
     ----------
     others : tuple of Holder
         Who else held something of the tier at this account's last claim.
+    claims : Claims
+        What this process met at its claims.
     """
 
-    def __init__(self, directory: Path, tier: str, capacity: int) -> None:
+    def __init__(self, directory: Path, tier: str, capacity: int, claims: Claims | None = None) -> None:
+        self.claims = Claims() if claims is None else claims
         self._directory = directory
         self._tier = tier
         self._capacity = capacity
@@ -143,6 +148,7 @@ class Account:
                 granted = self._grant(nbytes, least)
             self._held += granted
             held, others = self._held, self.others
+        self.claims.claimed(granted, nbytes, held - granted, others)
         if failure is not None:
             self._say_once("%s is taken without regard to other processes: %s", self._tier, failure)
         elif say and not granted:

@@ -116,6 +116,8 @@ class Mappings:
         nbytes = min(max(self._step, least, wish), room, self.room.share(least))
         if not nbytes:
             self.room.say_once("dram", self.grown, self.limit)
+            if self._account is not None:
+                self._account.claims.no_room = self.room.reason
             return False
         if self._account is not None:
             nbytes = self._account.claim(nbytes, least)

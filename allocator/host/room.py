@@ -65,6 +65,11 @@ class RoomWatch:
         return max(0, -self._seen.nbytes)
 
     @property
+    def reason(self) -> str:
+        """What limits, as far as the last look told."""
+        return self._seen.reason
+
+    @property
     def watches(self) -> bool:
         """Whether anything limits."""
         return self._look is not None

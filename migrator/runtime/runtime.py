@@ -266,8 +266,8 @@ class Runtime:
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
-            if mover.recorder is not None and not recorded:
-                self._progress.tell_timeline("learns anew", device=str(device))
+            if (mover.recorder is not None) != recorded:
+                self._progress.tell_timeline("learned" if recorded else "learns anew", device=str(device))
         movers = saver.movers.armed
         for mover in movers:
             if mover.plans.room.pays_back():

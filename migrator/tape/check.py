@@ -119,8 +119,8 @@ def _program() -> list[Tensor]:
     heads = F.linear(x, weight).view(2, 3, 1, 2)
     out = F.scaled_dot_product_attention(heads, heads, heads)
     first, second = torch.cat([out, out], dim=-1).chunk(2, dim=1) if out.shape[1] % 2 == 0 else (out, out)
-    loss = F.layer_norm(first + second.sigmoid(), (2,)).pow(2).sum() + 1
-    loss.backward()
+    loss = F.layer_norm(first + second.sigmoid(), (2,)).pow(2).sum((0, 2)) + 1
+    loss.backward(torch.ones_like(loss))  # a scalar would pass for a loss of the program's
     assert weight.grad is not None and kernel.grad is not None
     return [loss.detach(), weight.grad, kernel.grad]
 

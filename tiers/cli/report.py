@@ -13,7 +13,7 @@ from rich.table import Table
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.cli import report_html
+from torch_tiers.cli import report_html, report_questions
 from torch_tiers.cli.run_files import known_links, read_json
 from torch_tiers.cli.verb import CliError, print_json, print_tables
 from torch_tiers.migrator.model import trace_json
@@ -22,17 +22,26 @@ from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
-from torch_tiers.planning import answer, why
+from torch_tiers.planning import answer, neighbours, why
 from torch_tiers.planning.stats import stats_from_json
-from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_iteration
+from torch_tiers.run_directory import ENOUGH, LOSSES, PLAN, TRACE, by_iteration
 
 _BAR = 20
+_WAYS = {
+    "d2h": "hbm to dram",
+    "h2d": "dram to hbm",
+    "disk_write": "dram to nvme",
+    "disk_read": "nvme to dram",
+    "gds_write": "hbm to nvme",
+    "gds_read": "nvme to hbm",
+}
 
 
 class ReportVerb:
     """Print what a run did, and why its steps take what they take: tiers, lanes, stalls, the plan and what it costs.
 
-    Reads stats.json, and where there was a plan trace.json and plan.json, of a directory that TIERS_RUN named.
+    Reads stats.json, and where there was a plan trace.json and plan.json, of a directory that TIERS_RUN named. With
+    --losses the exit code is 1 if they differ.
     """
 
     name = "report"
@@ -42,25 +51,49 @@ class ReportVerb:
         parser.add_argument(
             "run_dir", type=Path, metavar="RUN_DIR", help="a directory that TIERS_RUN named, or its stats.json"
         )
+        asked = parser.add_mutually_exclusive_group()
+        asked.add_argument("--step", type=int, metavar="N", help="why this step was slow, and nothing else")
+        asked.add_argument("--modules", action="store_true", help="which module moves most, and nothing else")
+        asked.add_argument(
+            "--losses", type=Path, metavar="OTHER", help="whether the losses are those of another run, and nothing else"
+        )
         parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a page about it: one HTML file")
         parser.add_argument("--png", type=Path, metavar="DIR", help="write the page's figures as pictures")
         parser.add_argument("--force", action="store_true", help="replace an existing page or pictures")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Read and print, or write a page."""
+        """Read and print, or write a page; or answer one question."""
         drawn = args.output is not None or args.png is not None
+        one_question = args.step is not None or args.modules or args.losses is not None
+        if drawn and one_question:
+            raise CliError("a page tells of all of a run: leave --step, --modules and --losses out")
+        if args.losses is not None:
+            return report_questions.losses(args.run_dir, args.losses, as_json=args.json)
         if drawn:
             report_html.check(args.output, args.png, force=args.force)
         try:
             path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
             if path.name in (PLAN, TRACE):
                 raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
+            if not path.exists() and (path.parent / LOSSES).exists():
+                raise CliError(
+                    f"{path.parent} is a run without tiers, which keeps its losses alone: compare another with it by "
+                    f"tiers report RUN_DIR --losses {path.parent}"
+                )
             stats = read_json(path, stats_from_json)
         except OSError as error:
             raise CliError(
                 f"{args.run_dir} cannot be read: {error.strerror}; name a directory that this user may read"
             ) from None
         account = _account(path.parent, stats)
+        if args.step is not None:
+            recomputing = account.why.result.recomputing if isinstance(account, Account) else 0.0
+            return report_questions.step(path.parent, args.step, recomputing, as_json=args.json)
+        if args.modules:
+            if not isinstance(account, Account):
+                why_not = "; ".join(account) or "the run ended before there was one"
+                raise CliError(f"{path.parent} has no plan to read: {why_not}")
+            return report_questions.modules(account.trace, account.plan, as_json=args.json)
         if drawn:
             written = _draw(path.parent, stats, account, args)
             if not args.json:
@@ -109,15 +142,15 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     yield tiers
     if stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
         yield "hbm is over its budget, which without a GPU is counted, not enforced"
-    lanes = Table("lane", "moved", "per iteration", title="lanes", title_justify="left")
+    lanes = Table("lane", "", "moved in all", "per iteration", title="lanes", title_justify="left")
     moved_each, stalled_each = by_iteration(stats)
     for lane, moved in stats["moved"].items():
         if moved:
-            lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
+            lanes.add_row(lane, _WAYS.get(lane, ""), format_size(moved), format_size(int(moved_each[lane])))
     yield lanes if lanes.rows else "nothing was moved"
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
         yield _wear(written, stats["step_s"])
-    stalls = Table("waiting for", "count", "time", "per iteration", title="stalls", title_justify="left")
+    stalls = Table("waiting for", "count", "time in all", "per iteration", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
     yield stalls if stalls.rows else "no stalls"
@@ -126,6 +159,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         gave = "idle memory was unmapped" if ours else "PyTorch's allocator gave back what it had cached"
         advice = "raise TIERS_HBM" if ours else "set TIERS_ALLOCATOR=pages, or raise TIERS_HBM"
         yield f"hbm was full {flushes} times: {gave}, for which the host waits for the device; {advice}"
+    yield from neighbours.render(stats)
     if pages := stats.get("pages"):  # nor was this
         requests = max(1, pages["planned"] + pages["departed"] + pages["misplaced"])
         yield (

@@ -73,9 +73,12 @@ def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, 
         for env, value in given.items()
         if value is not None
     }
-    allocator = load(environ={**environ, **changes}, options=options_for(changes)).config.allocator
+    config = load(environ={**environ, **changes}, options=options_for(changes)).config
     if changes.get("TIERS_ALLOCATOR", "").strip().lower() == "off":
-        raise CliError("--allocator off is to run the program without tiers: leave `tiers run` out")
+        if config.run is None:
+            raise CliError("--allocator off is to run the program without tiers: leave `tiers run` out, or give --run")
+        return {**changes, "TIERS_ALLOCATOR": "off", "TIERS_RUN": str(config.run)}
+    allocator = config.allocator
     # The gate looks at the variable alone, so what a file says about the allocator must reach it there.
     return {**changes, "TIERS_ALLOCATOR": USUAL_ALLOCATOR if allocator == "off" else allocator}
 

@@ -36,7 +36,10 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
         bus = f"{verdict['bus']:.0%} of the bus left"
         yield f"{said(verdict['state'], verdict['cause'])}, {bus}; {_deed(state['response'])}"
         lanes = Table("lane", "now", "bandwidth left")
+        drives = _run(state)["nvme_budget"]
         for lane in (name.removesuffix(".moved") for name in values if name.endswith(".moved")):
+            if lane.startswith(("disk", "gds")) and not (drives or values[f"{lane}.moved"]):
+                continue
             left = verdict["left"].get(lane)
             lanes.add_row(lane, _rate(values[f"{lane}.moved"]), "" if left is None else f"{left:.0%}")
         yield lanes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch_tiers.allocator.sizes import format_size
+from torch_tiers.allocator.sizes import format_at_least, format_size
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.suggest import needs
@@ -91,7 +91,7 @@ def render(answer: Answer) -> Iterator[str]:
     if answer.needs is None:
         yield ran
     else:
-        yield f"with everything kept an iteration is predicted to need {format_size(answer.needs)} of hbm; {ran}"
+        yield f"with everything kept an iteration is predicted to need {format_at_least(answer.needs)} of hbm; {ran}"
     if answer.demoted:
         yield f"{format_size(answer.demoted)} of that, of optimizer state and weights, lay in dram at the end"
     times, predicted, measured = answer.times_as_long, answer.predicted, answer.measured

@@ -38,6 +38,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
     _check_settled(stats, {"moved": lanes.keys(), "stalled_s": causes.keys()})
     if stats.get("flushes") is not None:
         _count(stats["flushes"], "flushes")
+    if stats.get("host_memory") is not None:  # of which earlier versions did not tell
+        _check_host_memory(record(stats["host_memory"], "host_memory"))
     if stats.get("pages") is not None:
         names = ("planned", "departed", "misplaced", "maps", "unmaps", "waits", "dram")
         _check_counts(record(stats["pages"], "pages"), "pages", names)
@@ -46,6 +48,23 @@ def stats_from_json(content: str) -> dict[str, Any]:
         _check_counts(monitor, "monitor", ("backed_off", "steps"))
         items(field(monitor, "changes", "monitor"), "monitor.changes", text, _CHANGES)
     return dict(stats)
+
+
+def _check_host_memory(told: Mapping[str, Any]) -> None:
+    _check_counts(told, "host_memory", ("shortages",))
+    text(field(told, "no_room", "host_memory"), "host_memory.no_room")
+    for name in ("shortest", "fullest"):
+        if field(told, name, "host_memory") is not None:
+            where = f"host_memory.{name}"
+            held = record(told[name], where)
+            _check_counts(held, where, ("wanted", "held", "by_others"))
+            items(field(held, "others", where), f"{where}.others", _holder, _MOST_NAMES)
+
+
+def _holder(value: object, where: str) -> None:
+    holder = record(value, where)
+    _check_counts(holder, where, ("nbytes", "pid"))
+    text(field(holder, "program", where), f"{where}.program")
 
 
 def _check_tiers(stats: Mapping[str, Any]) -> None:

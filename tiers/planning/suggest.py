@@ -117,7 +117,7 @@ def to_json(needed: int, made: Sequence[Offer]) -> dict[str, Any]:
 
 def render(trace: Trace, needed: int, made: Sequence[Offer], allocator: str) -> Iterator[RenderableType]:
     """The curve as a table, and the command to copy, with that TIERS_ALLOCATOR."""
-    yield f"with everything kept there an iteration is predicted to need {format_at_least(needed)} of hbm"
+    yield f"with everything kept an iteration is predicted to need {format_at_least(needed)} of hbm"
     if trace.varies:
         yield "iterations differ from step to step: this is for the largest one recorded, and speeds are uncertain"
     suggested = best(made)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.modelled import gpt
 from tests.unit.tiers.test_cli import STATS
-from torch_tiers.allocator.sizes import GiB, format_size
+from torch_tiers.allocator.sizes import GiB, format_at_least
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
@@ -40,7 +40,7 @@ def text(of: Answer) -> str:
 def test_it_tells_what_the_program_needs_and_what_it_had() -> None:
     given = answered(None)
     assert (given.needs, given.ran_in, given.budget) == (needs(MODEL, PCIE_GEN5), 8 * GiB, 9 * GiB)
-    assert f"to need {format_size(needs(MODEL, PCIE_GEN5))}" in text(given)
+    assert f"to need {format_at_least(needs(MODEL, PCIE_GEN5))}" in text(given)
     assert "the peak of the whole run 8.0 GiB" in text(given)
 
 

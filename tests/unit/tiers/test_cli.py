@@ -211,6 +211,25 @@ def test_run_that_cannot_start_is_one_line(tmp_path, words, environ, code, messa
     assert done.stderr.count("\n") == 1
 
 
+def test_run_without_tiers_is_for_a_run_directory_which_keeps_the_losses(tmp_path):
+    words = ["run", "--allocator", "off", "--run", "plain", *show("TIERS_ALLOCATOR")]
+    assert tiers(*words, cwd=tmp_path).stdout == "off\n"
+    words = ["run", "--allocator", "off", "--run", "plain", *show("TIERS_RUN")]
+    assert tiers(*words, cwd=tmp_path).stdout == f"{tmp_path}/plain\n"
+
+
+@pytest.mark.parametrize("question", [["--step", "2"], ["--modules"], ["--losses", "other"]])
+def test_a_page_answers_no_single_question(tmp_path, capsys, question):
+    assert main(["report", str(tmp_path), *question, "--png", str(tmp_path / "figures")]) == 2
+    assert "leave --step, --modules and --losses out" in capsys.readouterr().err
+
+
+def test_without_a_plan_no_module_is_told(tmp_path, capsys):
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    assert main(["report", str(tmp_path), "--modules"]) == 2
+    assert "has no plan to read: the run ended before there was one" in capsys.readouterr().err
+
+
 def test_run_without_a_stdout_runs_the_program(tmp_path):
     run = [sys.executable, "-m", "torch_tiers", "run", "--", "sh", "-c", "exit 7"]
     done = tiers_in_shell(" ".join(map(shlex.quote, run)) + " >&-", tmp_path)
@@ -289,7 +308,7 @@ def test_report_tells_what_an_iteration_moves_under_the_last_plan_once_there_wer
     (tmp_path / "stats.json").write_text(json.dumps(STATS | {"settled": settled, "step_s": step}))
     assert main(["report", str(tmp_path)]) == 0
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
-    assert ["d2h", "40.0", "GiB", *moved.split()] in rows
+    assert ["d2h", "hbm", "to", "dram", "40.0", "GiB", *moved.split()] in rows
     assert ["disk_read", "3", "250.0", "ms", *stalled.split()] in rows
 
 

@@ -78,7 +78,7 @@ def test_a_run_with_all_files_has_every_section_with_a_figure(run: Path) -> None
 
 def test_it_begins_with_the_answer_and_ends_with_the_tables(run: Path) -> None:
     text = page(run)
-    assert "an iteration is predicted to need 84.2 MiB of hbm" in section(text, "answer")
+    assert "an iteration is predicted to need 85.3 MiB of hbm" in section(text, "answer")
     assert text.index('id="answer"') < min(text.index(f'<section id="{name}"') for name in FIGURES)
     tables = section(text, "tables")
     for title in ("tiers", "lanes", "stalls", "saved tensors, by the last plan", "an iteration, as it was predicted"):

@@ -12,7 +12,7 @@ from tests.unit.tiers.test_activation import PROGRAM, START, stats_of, tiered
 from torch_tiers.sigterm import BeforeSigterm
 
 END = "import signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('still there')\n"
-FILES = ["plan.json", "stats.json", "timeline.json.gz", "trace.json"]
+FILES = ["losses.csv", "plan.json", "stats.json", "timeline.json.gz", "trace.json"]
 
 
 def test_a_program_that_is_terminated_leaves_its_run_and_ends_by_the_signal(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from tests.unit.monitors import Clock, Spoken, iteration, watch
 from torch_tiers import places
@@ -99,6 +100,15 @@ def test_the_speed_is_told_as_far_as_it_is_known_by_the_rules_of_the_report(
 ) -> None:
     (program,) = top_verb._programs()
     assert line in list(render([program | {"run": RUN | run}]))
+    shown.close()
+
+
+@pytest.mark.parametrize(("budget", "shown_too"), [(0, False), (GiB, True)])
+def test_lanes_of_a_drive_are_shown_where_there_is_one(shown: Board, budget: int, shown_too: bool) -> None:
+    (program,) = top_verb._programs()
+    program = program | {"run": RUN | {"nvme_budget": budget}, "values": {"d2h.moved": 1e9, "disk_write.moved": 0.0}}
+    (lanes,) = (part for part in render([program]) if isinstance(part, Table))
+    assert ("disk_write" in list(lanes.columns[0].cells)) == shown_too
     shown.close()
 
 

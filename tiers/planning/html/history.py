@@ -16,7 +16,7 @@ from torch_tiers.migrator.telemetry.trace_events import EVENTS, STEPS
 PLAN = "plan by "  # how the name of an event begins that says that a plan was adopted
 ANEW = "learns anew"
 
-_micros = partial(finite, low=-1e6 * MOST_SECONDS, high=1e6 * MOST_SECONDS)
+micros = partial(finite, low=-1e6 * MOST_SECONDS, high=1e6 * MOST_SECONDS)
 _number = partial(whole, high=1 << 62)
 
 
@@ -42,7 +42,7 @@ class History:
     marks : tuple of Mark
         The plans, and where a program was recorded anew.
     dropped : int
-        Events that the timeline did not keep, which were the first ones.
+        Events that the timeline did not keep: early ones, of steps that were not slow.
     """
 
     numbers: Bytes
@@ -69,7 +69,7 @@ def history_from_json(content: str) -> History:
         if kind == STEPS:
             steps.append(_step(event))
         elif kind == EVENTS and text(field(event, "name", "event"), "event.name").startswith((PLAN, ANEW)):
-            marks.append((_micros(field(event, "ts", "event"), "event.ts"), event))
+            marks.append((micros(field(event, "ts", "event"), "event.ts"), event))
     ends, numbers, seconds = (np.array(column) for column in zip(*sorted(steps), strict=True)) if steps else _NONE
     found = tuple(_mark(event, _at(at, ends, numbers)) for at, event in sorted(marks, key=lambda mark: mark[0]))
     told = record(data.get("otherData", {}), "otherData")
@@ -83,14 +83,19 @@ _NONE = (np.zeros(0), np.zeros(0), np.zeros(0))
 
 def _step(event: Mapping[str, Any]) -> tuple[float, int, float]:
     """The end of a step in microseconds, its number, and its seconds."""
-    begin, took = (_micros(field(event, name, "step"), f"step.{name}") for name in ("ts", "dur"))
-    words = text(field(event, "name", "step"), "step.name").split()  # step 7, or steps 3 to 7
+    begin, took = (micros(field(event, name, "step"), f"step.{name}") for name in ("ts", "dur"))
+    first, last = step_of(text(field(event, "name", "step"), "step.name"))
+    return begin + took, last, took / 1e6 / max(1, last - first + 1)
+
+
+def step_of(name: str) -> tuple[int, int]:
+    """The first and the last number in the name of a step: ``step 7``, or ``steps 3 to 7``."""
+    words = name.split()
     if len(words) not in (2, 4) or not all(
         word.isascii() and word.isdigit() and len(word) < 16 for word in words[1::2]
     ):
         raise BadField("step.name", "is no name of a step")
-    first, last = int(words[1]), int(words[-1])
-    return begin + took, last, took / 1e6 / max(1, last - first + 1)
+    return int(words[1]), int(words[-1])
 
 
 def _at(at: float, ends: Floats, numbers: Floats) -> float:

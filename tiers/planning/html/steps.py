@@ -54,7 +54,7 @@ def _said(of: History, *, thinned: bool) -> tuple[str, ...]:
     if thinned:
         said.append(f"Of {len(of.numbers)} steps the shortest and the longest of each stretch of the run are drawn.")
     if of.dropped:
-        said.append(f"The timeline did not keep the first {of.dropped} events.")
+        said.append(f"The timeline did not keep {of.dropped} early events.")
     plans = [mark for mark in of.marks if mark.name.startswith(PLAN)]
     said += [_plan(mark) for mark in plans[:_TOLD]]
     if len(plans) > _TOLD:
