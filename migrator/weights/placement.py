@@ -45,7 +45,7 @@ def to_stream(weights: Sequence[int], fixed: int, budget: int) -> list[int]:
     """
     total = sum(weights)
     room = int(budget * (1 - OTHERS)) - fixed
-    if total <= room:
+    if total <= room or not total:
         return []
     share = min(1.0, (total - max(0, room - buffer_bytes(weights, budget))) / total)
     streamed, owed = [], 0.0

@@ -31,6 +31,10 @@ def test_all_are_streamed_where_the_rest_needs_the_budget() -> None:
     assert to_stream([100] * 8, 900, BUDGET) == list(range(8))
 
 
+def test_nothing_is_streamed_where_nothing_may_be() -> None:
+    assert to_stream([], 2 * BUDGET, BUDGET) == []
+
+
 def test_the_buffer_holds_two_weights() -> None:
     assert buffer_bytes([10, 240], BUDGET) >= 480
 
