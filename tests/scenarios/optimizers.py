@@ -96,7 +96,7 @@ class Run:
 
 @contextmanager
 def _with_tiers() -> Iterator[None]:
-    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+    with streamed(), tiers.session(allocator="torch", policy="keep", dram="64MiB") as session:
         yield
         assert session.stats()["moved"].get("weights", 0) > 0, "nothing was streamed, so nothing was tested"
 
