@@ -39,7 +39,7 @@ def check(page: Path | None, pictures: Path | None, *, force: bool) -> None:
 def write(
     page: Path | None,
     pictures: Path | None,
-    name: str,
+    title: str,
     answer: Iterable[str],
     tables: Iterable[RenderableType],
     made: Sequence[Section],
@@ -52,7 +52,7 @@ def write(
 
     files: dict[Path, bytes] = {}
     if page is not None:
-        files[page] = "\n".join(lines(name, answer, made, tables)).encode() + b"\n"
+        files[page] = "\n".join(lines(title, answer, made, tables)).encode() + b"\n"
     if pictures is not None:
         files |= {pictures / f"{each.name}.png": drawn.png(each.figure) for each in made if each.figure is not None}
     try:
