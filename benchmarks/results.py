@@ -1,6 +1,7 @@
-"""What holds today? `RESULTS.md`, made of the results of all reports and of the newest data; needs no torch.
+"""What holds today? `RESULTS.md`, made of the results of all reports and of the newest data, and README's speeds.
 
 ``python -m benchmarks.results``
+``python -m benchmarks.results --zoo DIR/results.json`` first takes over what `benchmarks.zoo` measured.
 
 A report in ``reports/`` has the question as its title and the answer in its first section. A line ``<!-- NAME -->``
 there is where a table of ``data/`` goes, of `TABLES`.
@@ -15,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from benchmarks import speeds
 from benchmarks.contention.report import NONE, WHAT, Cell, middle, of_plain
 from torch_tiers.allocator.sizes import GiB
 
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
+README = HERE.parent / "README.md"
 ORDER = "zoo fractions compiled largest room predictions contention lanes drives step host requests coverage faults"
 HEAD = """# Results
 
@@ -46,7 +49,19 @@ def contention() -> Table:
     return table
 
 
-TABLES: dict[str, Callable[[], Table]] = {"contention": contention}
+TABLES: dict[str, Callable[[], Table]] = {"contention": contention, "zoo": lambda: speeds.shown(speeds.load())}
+
+
+def readme(text: str) -> str:
+    """README with its table of speeds as the data have it: the lines from the table's head to the one that is none."""
+    table = render(speeds.claims(speeds.load()))
+    head, found, rest = text.partition(table.partition("\n")[0] + "\n")
+    if not found:
+        raise ValueError("README has no table that begins as that of benchmarks/speeds.py does")
+    lines = rest.split("\n")
+    while lines and lines[0].startswith("|"):
+        lines.pop(0)
+    return "\n".join([head + table, *lines])
 
 
 def page() -> str:
@@ -74,8 +89,12 @@ def render(table: Table) -> str:
 def main(words: list[str] | None = None) -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.parse_args(words)
+    parser.add_argument("--zoo", type=Path, metavar="FILE", help="results of benchmarks.zoo to take over")
+    options = parser.parse_args(words)
+    if options.zoo is not None:
+        speeds.take_over(options.zoo)
     PAGE.write_text(page())
+    README.write_text(readme(README.read_text()))
 
 
 if __name__ == "__main__":
