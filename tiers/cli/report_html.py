@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,12 @@ def history_of(directory: Path) -> History | str:
 
     if not (directory / TIMELINE).exists():
         return f"The run left no {TIMELINE}, so the times of its steps are not known."
+    collects = gc.isenabled()
+    gc.disable()  # a million events are a third of the time longer with it, and none of them is garbage
     try:
         return read_json(directory / TIMELINE, history_from_json)
     except TiersError as error:
         return f"The times of the steps are not known: {error}"
+    finally:
+        if collects:
+            gc.enable()
