@@ -58,7 +58,7 @@ class Watch:
         import torch
 
         event = None
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         self._count += 1
