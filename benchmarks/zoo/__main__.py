@@ -158,8 +158,8 @@ class Driver:
 
 def about(runs: Path) -> dict[str, Any]:
     """What the plain program's first run said of itself and of the machine."""
-    line = (runs / "0-plain/output.txt").read_text().splitlines()[-1]
-    said = json.loads(line)
+    lines = (runs / "0-plain/output.txt").read_text(errors="replace").splitlines()
+    said = json.loads(next(line for line in reversed(lines) if line.startswith('{"program"')))
     return {name: said[name] for name in ("state", "device", "torch", "clock", "host_us")}
 
 

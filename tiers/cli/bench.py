@@ -148,7 +148,7 @@ def _draw(made: Sequence[Row], command: str, args: argparse.Namespace) -> None:
     points = [
         Point(
             row.variant.name,
-            row.variant.kind,
+            "peer" if row.variant.allocator else row.variant.kind,  # the static split is none of tiers' plans
             f"{row.variant.allocator} {row.variant.policy}".strip(),
             row.memory,
             row.fraction.median,

@@ -192,7 +192,7 @@ def stand_in(folder: Path) -> Path:
     rows = [
         known | {"variant": "plain", "step": {"median": 0.1}, "fraction": dict.fromkeys(("median", "low", "high"), 1)}
     ]
-    said = json.dumps({"state": 0, "device": "cpu", "torch": "2.13", "clock": None, "host_us": 200.0})
+    said = json.dumps({"program": "", "state": 0, "device": "cpu", "torch": "2.13", "clock": None, "host_us": 200.0})
     python = folder / "python"
     python.write_text(
         f"""#!{sys.executable}
@@ -207,7 +207,7 @@ if runs.name == "vit":
 if runs.name == "swin":
     time.sleep(60)
 (runs / "0-plain").mkdir(parents=True, exist_ok=True)
-(runs / "0-plain/output.txt").write_text("loss 1.0\\n" + {said!r})
+(runs / "0-plain/output.txt").write_text("loss 1.0\\n" + {said!r} + "\\na library's last word")
 print({json.dumps(rows)!r})
 """
     )
