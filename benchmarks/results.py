@@ -1,9 +1,10 @@
-"""What holds today? `RESULTS.md`, made of the results of all reports and of the newest data; needs no torch.
+"""What holds today? `RESULTS.md`, made of the results of all reports and of the newest data, and README's speeds.
 
 ``python -m benchmarks.results``
+``python -m benchmarks.results --zoo DIR/results.json`` first takes over what `benchmarks.zoo` measured.
 
-A report in ``reports/`` has the question as its title and the answer in its first section. A line ``<!-- NAME -->`` or
-``<!-- NAME WORKLOAD -->`` there is where a table of ``data/`` goes, of `TABLES`.
+A report in ``reports/`` has the question as its title and the answer in its first section. A line ``<!-- NAME -->``
+there is where a table of ``data/`` goes, of `TABLES`.
 """
 
 from __future__ import annotations
@@ -15,49 +16,21 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from benchmarks import speeds
 from benchmarks.contention.report import NONE, WHAT, Cell, middle, of_plain
-from benchmarks.fractions.cells import parse
-from benchmarks.fractions.results import Record, Results, current, fits
-from benchmarks.fractions.table import Table, batches, render, simulator
 from torch_tiers.allocator.sizes import GiB
 
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
+README = HERE.parent / "README.md"
 ORDER = "zoo fractions compiled largest room predictions contention lanes drives step host requests coverage faults"
 HEAD = """# Results
 
 What holds today, question by question. `python -m benchmarks.results` makes this page of [reports/](reports) and
 [data/](data); how a figure was measured, and what is not shown, is told there. Dates are of 2026.
 """
-SIMULATED = ("pages:auto", "pages:capuchin", "pages:superneurons", "pages:flashneuron", "pages:g10")
-
-
-def measured() -> Results:
-    """What is kept of the benchmark of fractions."""
-    return Results(HERE / "data" / "fractions.json")
-
-
-def fractions(workload: str) -> Table:
-    """A row a method and card, a column a budget that `auto` was measured at; what does not fit is left out."""
-    records = [record for record in current(measured().cells) if record["workload"] == workload]
-    budgets = sorted({r["budget"] for r in records if r["method"] == "pages:auto"}, reverse=True)
-    rows: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        card = "" if parse(record["method"]).ours else record["machine"]
-        rows.setdefault((record["method"], card), []).append(record)
-    table = [["method", *(f"{budget}%" for budget in budgets), "card, day"]]
-    for (method, _), found in sorted(rows.items(), key=lambda row: (not parse(row[0][0]).ours, row[0])):
-        fitting = {b: r for b in budgets for r in found if r["budget"] in (b, None) and fits(r, b)}
-        if fitting:
-            cards = ", ".join(dict.fromkeys(_seen(record) for record in fitting.values()))
-            table.append([method, *(_fraction(fitting.get(budget)) for budget in budgets), cards])
-    return table
-
-
-def largest() -> Table:
-    """The largest batch of each method, without all that was tried."""
-    head, *rows = batches(current(measured().tries))
-    return [row[:-1] for row in (head, *sorted(rows, key=lambda row: row[0]))]
+Table = list[list[str]]
+"""The head, and the rows."""
 
 
 def contention() -> Table:
@@ -76,12 +49,19 @@ def contention() -> Table:
     return table
 
 
-TABLES: dict[str, Callable[..., Table]] = {
-    "fractions": fractions,
-    "simulator": lambda: simulator([record for record in current(measured().cells) if record["method"] in SIMULATED]),
-    "largest": largest,
-    "contention": contention,
-}
+TABLES: dict[str, Callable[[], Table]] = {"contention": contention, "zoo": lambda: speeds.shown(speeds.load())}
+
+
+def readme(text: str) -> str:
+    """README with its table of speeds as the data have it: the lines from the table's head to the one that is none."""
+    table = render(speeds.claims(speeds.load()))
+    head, found, rest = text.partition(table.partition("\n")[0] + "\n")
+    if not found:
+        raise ValueError("README has no table that begins as that of benchmarks/speeds.py does")
+    lines = rest.split("\n")
+    while lines and lines[0].startswith("|"):
+        lines.pop(0)
+    return "\n".join([head + table, *lines])
 
 
 def page() -> str:
@@ -89,7 +69,7 @@ def page() -> str:
     parts = []
     for name in ORDER.split():
         title, _, rest = (HERE / "reports" / f"{name}.md").read_text().partition("\n")
-        result = re.sub(r"<!-- (\w+) ?(\w*) -->", _table, rest.partition("## Result\n")[2].partition("\n## ")[0])
+        result = re.sub(r"<!-- (\w+) -->", _table, rest.partition("## Result\n")[2].partition("\n## ")[0])
         parts.append(f"#{title}\n\n{result.strip()}\n\n[Report](reports/{name}.md)\n")
     titles = [part.partition("\n")[0].removeprefix("## ") for part in parts]
     links = [f"- [{title}](#{re.sub(r'[^a-z0-9 -]', '', title.lower()).replace(' ', '-')})" for title in titles]
@@ -97,22 +77,24 @@ def page() -> str:
 
 
 def _table(found: re.Match[str]) -> str:
-    return render(TABLES[found[1]](*filter(None, [found[2]])), markdown=True)
+    return render(TABLES[found[1]]())
 
 
-def _fraction(record: Record | None) -> str:
-    return "" if record is None else f"{record['fraction']:.3f}" + ("" if record["settled"] else " ~")
-
-
-def _seen(record: Record) -> str:
-    return f"{record['machine'].removeprefix('NVIDIA ').partition(' ')[0]} {record['when'][5:10]}"
+def render(table: Table) -> str:
+    """As Markdown."""
+    head, *rows = ("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in table)
+    return "\n".join([head, "|" + "---|" * len(table[0]), *rows])
 
 
 def main(words: list[str] | None = None) -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.parse_args(words)
+    parser.add_argument("--zoo", type=Path, metavar="FILE", help="results of benchmarks.zoo to take over")
+    options = parser.parse_args(words)
+    if options.zoo is not None:
+        speeds.take_over(options.zoo)
     PAGE.write_text(page())
+    README.write_text(readme(README.read_text()))
 
 
 if __name__ == "__main__":

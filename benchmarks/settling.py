@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from torch_tiers.assembly import Session
 from torch_tiers.migrator.model.plan import Plan
 
-PLANNING = 60.0  # seconds that a policy may take to plan in the background
-
 
 @dataclass(frozen=True, slots=True)
 class Plans:

@@ -102,7 +102,7 @@ def work(
 ) -> None:
     """Be a worker: a step for every line of `commands`, with its kernels where these are asked for."""
     from benchmarks import workloads
-    from benchmarks.fractions.methods import compiled
+    from benchmarks.compiled import compiled
     from benchmarks.zoo.program import maker
 
     if workload.startswith(ZOO):

@@ -1,8 +1,7 @@
 """The workloads that every measurement of this project is taken on, in plain PyTorch.
 
 Each function builds one on a device and returns a `Workload`. ``tiny=True`` builds the same structure small
-enough for a test on a CPU. Weights and the batch, which is the same in every step, follow from the seed. `batch`
-takes the place of the workload's own number of samples in a step.
+enough for a test on a CPU. Weights and the batch, which is the same in every step, follow from the seed.
 """
 
 from __future__ import annotations
@@ -32,15 +31,12 @@ class Workload:
         What reports call it.
     forward
         Runs the forward pass and returns the loss with its graph.
-    batch
-        Samples in a step.
     """
 
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
     forward: Callable[[], Tensor]
-    batch: int
 
     def forward_backward(self) -> Tensor:
         """Run forward and backward, add to the gradients, and return the loss without its graph."""
@@ -56,22 +52,16 @@ class Workload:
         return loss
 
 
-def reference_gpt(
-    device: torch.device | str, *, tiny: bool = False, seed: int = 0, batch: int | None = None
-) -> Workload:
+def reference_gpt(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
     """Build the reference GPT: 1.344e9 parameters, batch 8 x 2048, everything bf16 but the loss."""
-    shape = TINY if tiny else REFERENCE
-    shape = replace(shape, batch=batch or shape.batch)
-    return _gpt("reference GPT, tiny" if tiny else "reference GPT", device, seed, shape)
+    return _gpt("reference GPT, tiny" if tiny else "reference GPT", device, seed, TINY if tiny else REFERENCE)
 
 
-def long_context_gpt(
-    device: torch.device | str, *, tiny: bool = False, seed: int = 0, batch: int | None = None
-) -> Workload:
+def long_context_gpt(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
     """Build the reference GPT with vocabulary 4,096 and batch 1 x 32,768."""
     if tiny:
-        return _gpt("long-context GPT, tiny", device, seed, GPTShape(2, 64, 4, 64, batch=batch or 1, length=256))
-    return _gpt("long-context GPT", device, seed, GPTShape(24, 2048, 16, 4096, batch=batch or 1, length=32_768))
+        return _gpt("long-context GPT, tiny", device, seed, GPTShape(2, 64, 4, 64, batch=1, length=256))
+    return _gpt("long-context GPT", device, seed, GPTShape(24, 2048, 16, 4096, batch=1, length=32_768))
 
 
 def checkpointed_gpt(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
@@ -97,12 +87,11 @@ def small_gpt(device: torch.device | str, *, seed: int = 0) -> Workload:
     return _gpt("small GPT", device, seed, GPTShape(24, 256, 4, 1024, batch=2, length=256))
 
 
-def resnet152(device: torch.device | str, *, tiny: bool = False, seed: int = 0, batch: int | None = None) -> Workload:
+def resnet152(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
     """Build ResNet-152: batch 256 x 224 x 224, autocast bf16, channels_last, SGD with momentum."""
     name, layers, width, samples, side = "ResNet-152", (3, 8, 36, 3), 64, 256, 224
     if tiny:
         name, layers, width, samples, side = "ResNet-152, tiny", (1, 2, 3, 1), 8, 2, 64
-    samples = batch or samples
     device = torch.device(device)
     torch.manual_seed(seed)
     with device:
@@ -115,7 +104,7 @@ def resnet152(device: torch.device | str, *, tiny: bool = False, seed: int = 0, 
         with torch.autocast(device.type, dtype=torch.bfloat16):
             return F.cross_entropy(model(images), labels)
 
-    return Workload(name, model, optimizer, forward, samples)
+    return Workload(name, model, optimizer, forward)
 
 
 def unet(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
@@ -132,7 +121,7 @@ def unet(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Wo
         with torch.autocast(device.type, dtype=torch.bfloat16):
             return F.mse_loss(model(noisy).float(), noise)
 
-    return Workload(name, model, optimizer, forward, batch)
+    return Workload(name, model, optimizer, forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +161,7 @@ def _gpt(
         logits = model(tokens[:, :now])
         return F.cross_entropy(logits.float().flatten(0, 1), targets[:, :now].flatten())
 
-    return Workload(name, model, optimizer, forward, shape.batch)
+    return Workload(name, model, optimizer, forward)
 
 
 class _Checkpointed(nn.Module):

@@ -28,6 +28,10 @@ def gate() -> None:
     TiersError
         Instead of that where somebody types: see `refusals.give_up`. PyTorch makes a failure of ``import torch`` of it.
     """
+    if "_TORCH_TIERS_WATCH" in os.environ:  # set by `tiers bench` alone
+        from torch_tiers.bench import watch
+
+        watch.begin()
     allocator = os.environ.get("TIERS_ALLOCATOR", "").strip().lower()
     if allocator in ("", "off") and not (allocator and os.environ.get("TIERS_RUN")):
         others = [name for name in os.environ if name.startswith("TIERS_") and name != "TIERS_ALLOCATOR"]

@@ -20,6 +20,8 @@ from torch_tiers.refusals import give_up
 
 log = logging.getLogger("tiers")
 
+_opened: list[Session] = []  # at most one, as a second is refused
+
 Size: TypeAlias = int | str  # bytes, or such as "24GiB"
 Place: TypeAlias = str | os.PathLike[str]
 
@@ -34,8 +36,14 @@ def install(config: Config) -> None:
     """
     session = Session(config, refuse=give_up)
     session.open()
+    _opened.append(session)
     # Registered after PyTorch's own exit handlers, and so run before them: while the driver is still up.
     atexit.register(session.close)
+
+
+def current() -> Session | None:
+    """The session of this process, if there is one."""
+    return _opened[-1] if _opened else None
 
 
 class session(contextlib.AbstractContextManager[Session]):
@@ -146,6 +154,7 @@ class session(contextlib.AbstractContextManager[Session]):
             log.warning(warning)
         self._session = Session(self._config)
         self._session.open()
+        _opened.append(self._session)
         return self._session
 
     def __exit__(
@@ -153,6 +162,8 @@ class session(contextlib.AbstractContextManager[Session]):
     ) -> None:
         if self._session is not None:
             self._session.close()
+            if self._session in _opened:
+                _opened.remove(self._session)
 
 
 put_off.session_is_whole()

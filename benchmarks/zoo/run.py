@@ -1,4 +1,4 @@
-"""Run one program of the zoo, and print what it did as one line of JSON.
+"""Run one program of the zoo, and print its losses, and what it did as one line of JSON.
 
 ``python -m benchmarks.zoo.run PROGRAM --size full --steps N [--checkpoint]``; with ``TIERS_ALLOCATOR=pages`` around it
 the same program runs with tiers, of which nothing here knows. Those on several GPUs are started by torchrun, which
@@ -113,6 +113,8 @@ def main() -> None:
         "clock": sm_clock() if cuda else None,
         "host_us": round(host_us(), 1),
     }
+    for loss in measured["losses"]:  # for `tiers bench`, which compares what is printed
+        print("loss", float.fromhex(loss), file=answers)
     print(json.dumps(known | measured | about), file=answers, flush=True)
 
 

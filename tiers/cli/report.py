@@ -211,8 +211,8 @@ def _draw(directory: Path, stats: dict[str, Any], account: Account | list[str], 
         head = [ran, *(account or ["the run left no plan"])]
     with styled():
         made = sections(stats, report_html.history_of(directory), plan)
-        name = directory.resolve().name
-        return report_html.write(args.output, args.png, name, head, tables, made, force=args.force)
+        title = f"tiers report {directory.resolve().name}"
+        return report_html.write(args.output, args.png, title, head, tables, made, force=args.force)
 
 
 def _step(step: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fractions.__main__ import main as fractions_main
 from benchmarks.request_latency import whole_steps
 from tests.unit import warm
 
@@ -36,8 +35,3 @@ def test_it_runs(
 def test_latency_is_taken_on_whole_steps() -> None:
     assert {"gpt-1.3b", "resnet152-b256"} <= set(whole_steps())
     assert "long-context-moving" not in whole_steps()  # lifetimes for packing, without the events of a step
-
-
-def test_results_that_are_not_there_are_not_an_empty_table(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="does not exist"):
-        fractions_main(["show", str(tmp_path / "none.json")])

@@ -1,20 +1,33 @@
-"""`RESULTS.md` is what data and reports say, README says what is found there, and each script says what it is for."""
+"""`RESULTS.md` and README's speeds are what data and reports say, and each script says what it is for."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks import results
+from benchmarks import results, speeds
 from benchmarks.contention.report import Cell, of_plain
-from benchmarks.fractions.table import render
+from torch_tiers.allocator.sizes import GiB
 
 ROOT = Path(__file__).parents[3]
 SHELF = ROOT / "benchmarks"
-SHARED = {"alternate", "counts", "settling", "turns", "unet", "workloads", "demo_report", "kills"}  # by scripts
+SHARED = {
+    "alternate",
+    "compiled",
+    "counts",
+    "settling",
+    "speeds",
+    "turns",
+    "unet",
+    "workloads",
+    "demo_report",
+    "kills",
+}  # by scripts
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]|,\d)")
 PAGES = (
     "README.md",
@@ -35,9 +48,46 @@ def scripts() -> list[str]:
 def test_the_page_is_what_data_and_reports_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = results.PAGE.read_text()
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results, "README", Path(shutil.copy(ROOT / "README.md", tmp_path)))
     results.main([])
     assert (tmp_path / "RESULTS.md").read_text() == written, "run python -m benchmarks.results"
     assert "<!--" not in written
+
+
+def test_the_table_of_the_readme_is_what_the_command_makes_of_the_zoo() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert results.readme(text) == text, "run python -m benchmarks.results"
+    with pytest.raises(ValueError, match="README has no table"):
+        results.readme("no table")
+
+
+def test_what_is_claimed_is_the_median_and_the_worst_of_all_programs() -> None:
+    known = {"budget": 60, "settled": True}
+    named = [("a", 0.95), ("b", 0.85), ("c", 0.3)]
+    of = [known | {"program": name, "speed": speed, "own_speed": 0.5, "own_memory": 40} for name, speed in named]
+    table = dict(speeds.claims([*of, known | {"program": "d", "speed": 0.2, "budget": 45}]))
+    assert (table["**median**"], table["**worst**"]) == ("**0.850** of 3 programs", "**0.300** (c)")
+    assert table["0.8 to 0.9"] == "b 0.850 (0.500 at 40%)" and table["under 0.7"].startswith("c")
+    assert table["own checkpointing"].startswith("slower than torch-tiers for 2 of the 3 programs")
+
+
+def test_what_a_run_of_the_zoo_measured_takes_the_place_of_what_is_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speeds, "FILE", tmp_path / "zoo.json")
+    old = {"program": "gpt", "budget": 60, "speed": 0.5, "settled": False, "card": "H100", "day": "11-01"}
+    speeds.FILE.write_text(json.dumps([old, old | {"program": "vit", "speed": 0.4}]))
+    plain = {"memory": 20 * GiB, "step": {"median": 0.1}, "fraction": {"median": 1.0}, "settled": True}
+    ours = plain | {"fraction": {"median": 0.8}}
+    rows = {"plain": plain, "tiers auto at 60%": ours, "tiers auto at 45%": ours | {"fraction": None}}
+    rows["own checkpointing"] = plain | {"fraction": {"median": 0.7}, "memory": 8 * GiB}
+    told = {"gpt": {"error": "", "rows": rows, "device": "NVIDIA H200", "day": "12-01"}, "dit": {"error": "no"}}
+    (tmp_path / "results.json").write_text(json.dumps(told))
+    speeds.take_over(tmp_path / "results.json")
+    new, kept = speeds.load()
+    assert kept["program"] == "vit"
+    figures = {"plain_ms": 100.0, "plain_gib": 20.0, "speed": 0.8, "own_speed": 0.7, "own_memory": 40}
+    assert new == old | figures | {"settled": True, "card": "H200", "day": "12-01"}
 
 
 def test_each_report_is_on_the_page_and_says_what_is_not_shown() -> None:
@@ -53,18 +103,8 @@ def test_each_report_is_on_the_page_and_says_what_is_not_shown() -> None:
         assert re.search(r"python -m |\bpytest\b", result), f"{path.name}: the result has its command"
 
 
-def test_the_newest_of_each_cell_is_shown_with_its_card_and_day() -> None:
-    (row,) = (row for row in results.fractions("reference_gpt") if row[0] == "pages:auto")
-    newest = max(
-        (
-            r
-            for r in results.measured().cells
-            if (r["method"], r["budget"]) == ("pages:auto", 75) and r["workload"] == "reference_gpt"
-        ),
-        key=lambda record: record["when"],
-    )
-    assert row[1] == f"{newest['fraction']:.3f}" and newest["when"][5:10] in row[-1] and "H100" in row[-1]
-    table = render(results.contention(), markdown=True)
+def test_what_was_measured_in_several_sittings_is_a_table() -> None:
+    table = results.render(results.contention())
     assert "nan" not in table and "copies at 120 GB/s" in table
 
 

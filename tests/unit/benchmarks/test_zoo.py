@@ -7,8 +7,9 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from torch import distributed
 
 from benchmarks import turns
 from benchmarks.zoo import __main__ as command
-from benchmarks.zoo.__main__ import Driver, Place, call, failure, shared_out
+from benchmarks.zoo.__main__ import Place, shared_out
 from benchmarks.zoo.program import PROGRAMS, Program, Unavailable, has_own, maker
-from benchmarks.zoo.results import apart, in_turns, latest, read, table
+from benchmarks.zoo.results import read, table, write
 from benchmarks.zoo.run import of_all_ranks, run
 from tests.scenarios import bits, moved, moving
+from tests.unit.by_hand import eventually
 from torch_tiers.assembly import Session
 
 STEPS = 3
@@ -148,186 +150,138 @@ def test_they_take_turns_as_workloads_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trained == [made("lstm").step().item()]
 
 
-def test_where_losses_part() -> None:
-    one, other = [(1.0).hex(), (2.0).hex(), (4.0).hex()], [(1.0).hex(), (2.5).hex(), (4.0).hex()]
-    assert apart(one, one) is None
-    assert apart(one, other) == (2, 0.25)
-    assert apart([math.nan.hex()], [math.nan.hex()]) is None
-    assert apart([(1.0).hex()], [math.nan.hex()]) == (1, math.inf)
-
-
 def test_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    known = {"program": "gpt", "size": "full", "steps": 60, "status": "ok", "error": ""}
-    plain = {"ms": 200.0, "reserved": 20 * GiB, "state": 4 * GiB, "losses": [(2.0).hex(), (1.0).hex()]}
-    ours = plain | {"ms": 250.0, "reserved": 12 * GiB, "budget": 15 * GiB, "predicted_ms": 200.0, "ideal_ms": 190.0}
-    records = [
-        known | plain | {"variant": "plain", "ms": 300.0},
-        known | plain | {"variant": "plain"},  # a later one counts
-        known | plain | {"variant": "again"} | {"device": "H100", "torch": "2.13", "clock": 1500, "host_us": 201.0},
-        known | plain | {"program": "dpo", "variant": "plain"} | {"device": "H100", "torch": "2.13", "host_us": 250.0},
-        known | plain | {"variant": "checkpoint", "ms": 400.0, "reserved": 5 * GiB},
-        known | ours | {"variant": "75", "settled": 12},
-        known | {"variant": "60", "status": "failed", "error": "out of memory"},
-        known | ours | {"variant": "45", "losses": [(2.0).hex(), (1.5).hex()], "budget": 11 * GiB, "settled": 4},
-        known
-        | {"variant": "75 in turns", "ms": 250.0, "plain_ms": 200.0}
-        | {"ratio": {"median": 1.25, "low": 1.0, "high": 2.0}},
-        known | {"program": "bert", "variant": "plain", "status": "unavailable", "error": "no transformers"},
-        known | plain | {"program": "vit", "variant": "plain", "size": "cpu"},  # of another size
-    ]
-    file.write_text("\n".join(map(json.dumps, records)) + '\n{"program": "dit", ')
-    found = latest(read(file), "full", 60)
-    lines = table(found, [75, 60, 45]).splitlines()
-    assert [line for line in lines if line.startswith("| gpt")] == [
-        "| gpt | 200.0 | 20.0 | 20% | 0.800 (12.0 / 15.0) | failed | ~0.800 (12.0 / 11.0, **over**) | 0.500 (25%) "
-        "| 1.000 (100%) | 1.25, -, 1.25 | 0.95, -, 0.95 | 45%: from step 2, by 5.0e-01 |"
-    ]
-    told = "1500 to 1500 MHz when runs ended; 201 to 250 us of the host for a fixed piece of the interpreter's work"
+    def row(fraction: float | None, **more: Any) -> dict[str, Any]:
+        spread = None if fraction is None else {"median": fraction, "low": fraction, "high": fraction}
+        known = {"step": {"median": 0.2}, "memory": 12 * GiB, "over": False, "settled": True, "losses": "equal"}
+        return known | {"reason": "", "fraction": spread} | more
+
+    own = row(0.5, memory=5 * GiB)
+    own["fraction"]["low"] = 0.4
+    rows = {
+        "plain": row(1.0, memory=20 * GiB, losses=""),
+        "tiers auto at 60%": row(0.8, settled=False, over=True),
+        "tiers auto at 45%": row(None, reason="ended with code 1: no room", losses=""),
+        "own checkpointing": own,
+    }
+    known = {"error": "", "state": 4 * GiB, "device": "H100", "torch": "2.13", "clock": 1500, "host_us": 201.0}
+    drifts = {"plain": rows["plain"], "tiers auto at 60%": row(0.9, losses="differ from the 2nd on, by up to 5.0e-01")}
+    found = {
+        "gpt": known | {"rows": rows},
+        "vit": known | {"rows": drifts, "host_us": 250.0},
+        "bert": {"error": "no transformers"},
+    }
+    write(tmp_path / "results.json", found)
+    assert read(tmp_path / "results.json") == found and read(tmp_path / "none.json") == {}
+    lines = table(found).splitlines()
+    assert (
+        "| gpt | 200.0 | 20.0 | 20% | ~0.800 (60%, **over**) | failed | 0.500 (0.400 to 0.500, 25%) | equal |" in lines
+    )
+    parted = "tiers auto at 60%: differ from the 2nd on, by up to 5.0e-01"
+    assert f"| vit | 200.0 | 20.0 | 20% | 0.900 (60%) |  |  | {parted} |" in lines
+    told = (
+        "1500 to 1500 MHz when plain runs ended; 201 to 250 us of the host for a fixed piece of the interpreter's work"
+    )
     assert f"On H100, torch 2.13; {told}." in lines
-    assert set(lines[-2:]) == {"- gpt, 60%: failed: out of memory", "- bert, plain: unavailable: no transformers"}
-    assert in_turns(found).splitlines()[-1] == "| gpt | 75% | 200.0 | 250.0 | 0.800 (0.500 to 1.000) |"
-    assert in_turns({}) == ""
+    assert lines[-2:] == ["- bert: no transformers", "- gpt, tiers auto at 45%: ended with code 1: no room"]
 
 
-class Runs:
-    """In the place of what starts processes: what each was asked for."""
-
-    def __init__(self, state: int = 0) -> None:
-        self.asked: list[tuple[str, str, str, int | None]] = []
-        self.state, self.fails, self.drifts = state, {("vit", "60")}, {"moe"}
-
-    def __call__(self, words: list[str], environ: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
-        log.write_text("Traceback\nRuntimeError: no room\nand so on\n")
-        if "report" in words:
-            told = {"peak": {"hbm": 3 * GiB}, "moved": {}, "iterations": 80, "steps": 40}
-            why = {"predicted_s": 0.1, "ideal_s": 0.05}
-            return 0, json.dumps(told | {"step_s": {"settled": {"steps": 14}}, "why": why})
-        program = words[words.index("benchmarks.zoo.run") + 1]
-        hbm = environ.get("TIERS_HBM")
-        budget = int(hbm) if hbm else None
-        kind = "checkpoint" if "--checkpoint" in words else "tiers" if budget else "plain"
-        assert (f"--nproc-per-node={len(environ['CUDA_VISIBLE_DEVICES'].split(','))}" in words) == (program == "ddp")
-        self.asked.append((program, kind, environ["CUDA_VISIBLE_DEVICES"], budget))
-        if (program, "60") in self.fails and budget:
-            return 1, ""
-        loss = 2.0 if program in self.drifts and budget else 1.0
-        told = {"losses": [loss.hex()], "ms": 100.0, "reserved": 10 * GiB, "state": self.state}
-        return 0, json.dumps(told)
-
-
-def driver(out: Path, until: float = math.inf, **how: Any) -> Driver:
-    return Driver(out, "full", 40, [60], 100.0, until, **how)
-
-
-def test_the_command_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs()
-    monkeypatch.setattr(command, "call", runs)
-    monkeypatch.setattr(command, "lacking", lambda name: "it is not installed" if name == "hf_t5" else None)
-    places = shared_out(["0", "5"], sorted(os.sched_getaffinity(0))[:1])
-    first = driver(tmp_path)
-    first.run(["gpt", "ddp", "hf_t5", "vit", "moe"], places)
-    budget = 6 * GiB
-    kinds_of_both = [("plain", None), ("tiers", budget), ("checkpoint", None)]
-    assert runs.asked[:3] == [("ddp", kind, "0,5", hbm) for kind, hbm in kinds_of_both], "what needs both is first"
-    for name, kinds in [("gpt", []), ("vit", []), ("moe", ["plain"])]:  # once more where losses differ
-        of = [one for one in runs.asked if one[0] == name]
-        assert [kind for _, kind, *_ in of] == ["plain", "tiers", "checkpoint", *kinds]
-        assert len({gpu for _, _, gpu, _ in of}) == 1, "all runs of a program share a GPU"
-    ours = first.found["gpt", "60"]
-    assert (ours["reserved"], ours["budget"], ours["predicted_ms"], ours["settled"]) == (3 * GiB, budget, 200.0, 14)
-    failed = first.found["vit", "60"]
-    assert (failed["status"], failed["error"]) == ("failed", "RuntimeError: no room")
-    assert first.found["hf_t5", "plain"]["error"] == "it is not installed"
-
-    before = len(runs.asked)
-    driver(tmp_path).run(["gpt", "vit"], places)
-    assert len(runs.asked) == before, "nothing is run twice"
-    runs.fails.clear()
-    driver(tmp_path, retry=True).run(["gpt", "vit"], places)
-    assert [one[:2] for one in runs.asked[before:]] == [("vit", "tiers")]
-    late = driver(tmp_path / "late", until=time.monotonic() - 1)
-    late.run(["gpt"], places)
-    assert late.found == {}, "none begins after the limit"
-
-
-def test_a_budget_is_of_activations_where_much_is_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(state=4 * GiB)
-    monkeypatch.setattr(command, "call", runs)
-    driver(tmp_path).run(["gpt"], [Place(("0",), tuple(os.sched_getaffinity(0)))])
-    assert [budget for *_, budget in runs.asked if budget] == [int((4 + 0.6 * 6) * GiB)]
-
-
-def test_plain_and_tiers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, compared = Runs(), list[str]()
-
-    def call(words: list[str], environ: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
-        if "benchmarks.allocators" not in words:
-            return runs(words, environ, log, timeout)
-        compared.append(words[words.index("--workload") + 1])
-        assert words[words.index("--hbm") + 1] == str(6 * GiB)
-        rows = [{"steps": [0.2]}, {"steps": [0.25], "ratio": {"median": 1.25, "low": 1.2, "high": 1.3}}]
-        Path(words[words.index("--json") + 1]).write_text(json.dumps(rows))
-        return 0, ""
-
-    monkeypatch.setattr(command, "call", call)
-    cores = os.sched_getaffinity(0)
-    one = driver(tmp_path)
-    for _ in range(2):  # and nothing twice
-        one.in_turns(["gpt", "ddp"], Place(("0",), tuple(cores)))
-    assert compared == ["zoo.gpt"]
-    assert "| gpt | 60% | 200.0 | 250.0 | 0.800 (0.769 to 0.833) |" in in_turns(one.found)
-
-
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "call", Runs())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
-    words = [
-        "--out",
-        str(tmp_path / "new"),
-        "--gpus",
-        "1",
-        "--programs",
-        "gpt",
-        "ddp",
-        "--budgets",
-        "60",
-        "--steps",
-        "40",
+def stand_in(folder: Path) -> Path:
+    """A Python that stands in for `tiers bench` of a program: it notes how it was started, and says what one would."""
+    known = {"over": False, "settled": True, "reason": "", "losses": "equal", "memory": 10 * GiB}
+    rows = [
+        known | {"variant": "plain", "step": {"median": 0.1}, "fraction": dict.fromkeys(("median", "low", "high"), 1)}
     ]
-    monkeypatch.setattr(sys, "argv", ["zoo", *words])
+    said = json.dumps({"program": "", "state": 0, "device": "cpu", "torch": "2.13", "clock": None, "host_us": 200.0})
+    python = folder / "python"
+    python.write_text(
+        f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+words = sys.argv[1:]
+runs = pathlib.Path(words[words.index("--out") + 1])
+asked = {{"words": words, "gpus": os.environ["CUDA_VISIBLE_DEVICES"], "at": time.monotonic()}}
+with open({str(folder / "asked.jsonl")!r}, "a") as file:
+    file.write(json.dumps(asked) + "\\n")
+if runs.name == "vit":
+    sys.exit("tiers: the program as it is ended with code 1: no room")
+if runs.name == "swin":
+    time.sleep(60)
+(runs / "0-plain").mkdir(parents=True, exist_ok=True)
+(runs / "0-plain/output.txt").write_text("loss 1.0\\n" + {said!r} + "\\na library's last word")
+print({json.dumps(rows)!r})
+"""
+    )
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict[str, Any]]]:
+    """What benches were started, in their order."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path / "bin")))
+    file = tmp_path / "bin/asked.jsonl"
+    return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+Asked = Callable[[], list[dict[str, Any]]]
+
+
+def zoo(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["zoo", "--out", str(out), *words])
     command.main()
-    printed = capsys.readouterr()
-    assert "| gpt | 100.0 | 10.0 | 0% | 1.000 (3.0 / 6.0) | 1.000 (100%) |  | 0.50 | 1.00 | equal |" in printed.out
-    assert "programs on two GPUs are left out" in printed.err
-    monkeypatch.setattr(sys, "argv", ["zoo", "--out", str(tmp_path), "--gpus", "0", "--alone"])
-    with pytest.raises(SystemExit):
-        command.main()
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    assert call(["sh", "-c", "echo answer; echo error >&2; exit 5"], {}, log, 60) == (5, "answer\n")
-    assert failure(5, log) == {"status": "failed", "error": "error"}
-    began = time.monotonic()
-    assert call(["sh", "-c", "echo answer; sleep 60"], {}, log, 0.2) == (None, "")
-    assert time.monotonic() - began < 30
-    assert failure(None, log)["status"] == "too long"
+def test_each_program_is_a_bench_on_a_gpu_of_its_own_or_on_two(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "lacking", lambda name: "it is not installed" if name == "hf_t5" else None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    programs = ["--programs", "gpt", "ddp", "hf_t5", "vit", "lora"]
+    zoo(monkeypatch, tmp_path / "out", "--gpus", "2", *programs, "--budgets", "60", "45", "--steps", "40")
+    started = {Path(one["words"][one["words"].index("--out") + 1]).name: one for one in asked()}
+    assert sorted(started) == ["ddp", "gpt", "lora", "vit"]
+    assert asked()[0] is not None and started["ddp"]["gpus"] == "3,5", "what needs both is first"
+    assert min(started.values(), key=lambda one: one["at"]) == started["ddp"]
+    assert "--nproc-per-node=2" in started["ddp"]["words"] and started["gpt"]["gpus"] in ("3", "5")
+    words = started["gpt"]["words"]
+    assert words[words.index("--hbm") + 1] == "60%,45%"
+    own = words[words.index("--variant") + 1]
+    assert own.startswith("own checkpointing=") and own.endswith("zoo.run gpt --size full --steps 40 --checkpoint")
+    printed = capsys.readouterr().out
+    assert "| gpt | 100.0 | 10.0 | 0% |  | equal |" in printed
+    assert "- vit: tiers: the program as it is ended with code 1: no room" in printed
+    assert "- hf_t5: it is not installed" in printed
 
 
-def test_an_interrupted_command_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Driver, program: str, variant: str, budget: int | None, place: Place) -> dict[str, Any]:
+def test_without_time_nothing_begins_and_what_is_known_is_shown(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo(monkeypatch, tmp_path / "out", "--gpus", "0", "--programs", "gpt")
+    words = asked()[0]["words"]
+    assert words[words.index("--policy") + 1] == "move", "a CPU's memory has no budget"
+    zoo(monkeypatch, tmp_path / "out", "--gpus", "0", "--programs", "gpt", "--limit", "0")
+    assert len(asked()) == 1 and capsys.readouterr().out.count("| gpt |") == 2
+
+
+def test_what_needs_two_gpus_is_left_out_on_one(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo(monkeypatch, tmp_path / "out", "--gpus", "1", "--programs", "ddp")
+    assert "programs on two GPUs are left out" in capsys.readouterr().err and asked() == []
+
+
+def test_an_interrupted_command_ends_what_runs(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        assert eventually(lambda: bool(asked()))
         os.kill(os.getpid(), signal.SIGTERM)
-        code, _ = call(["sleep", "60"], {"PATH": os.environ["PATH"]}, self._log("sleep"), 60)
-        return {"program": program, "variant": variant} | failure(code, self._log("sleep"))
 
-    monkeypatch.setattr(Driver, "_variant", interrupted)
-    monkeypatch.setattr(sys, "argv", ["zoo", "--out", str(tmp_path), "--programs", "gpt"])
     before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
-    command.main()
+    threading.Thread(target=interrupt).start()
+    zoo(monkeypatch, tmp_path / "out", "--gpus", "0", "--programs", "swin")
     assert time.monotonic() - began < 30
     assert signal.getsignal(signal.SIGTERM) is before
-    assert read(tmp_path / "results.jsonl") == [], "it is no failure of the program"
+    assert read(tmp_path / "out/results.json") == {}, "it is no failure of the program"
 
 
 def test_places_share_the_cores() -> None:

@@ -9,13 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.numbers_of_a_run import STATS
+from tests.unit.quick import quickest
 from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.cli.main import main
 from torch_tiers.migrator.model import trace_json
@@ -28,8 +28,8 @@ from torch_tiers.run_directory import STATS as NUMBERS
 
 RUN = Path(__file__).parents[2] / "data/runs/mlp"
 FIGURES = ("memory", "groups", "lanes", "prediction", "steps", "budgets")
-EVENTS = 100_000
-SECONDS = 10 * EVENTS / 1_000_000  # of the processor, in proportion to a million events
+EVENTS = 1_000_000
+SECONDS = 10.0  # of the processor
 
 pytest.importorskip("matplotlib")
 
@@ -196,24 +196,19 @@ def test_of_what_is_long_the_beginning_is_shown() -> None:
     assert "9801 lines more" in lines[-1]
 
 
-def test_a_long_timeline_is_read_and_drawn_in_time_and_room(run: Path) -> None:
+def test_a_timeline_of_a_million_events_is_read_and_drawn_in_time_and_room(run: Path) -> None:
     events = [
         {"name": f"step {number}", "cat": "steps", "ts": number * 1e4, "ph": "X", "dur": 1e4 + number % 97, "args": {}}
         if number % 10 == 0
         else {"name": "d2h", "cat": "d2h", "ts": number * 1e4, "ph": "X", "dur": 151.2, "args": {"bytes": 1 << 22}}
         for number in range(EVENTS)
     ]
-    page(run)  # imports, and what does not grow with the timeline
-    begin = time.process_time()
-    page(run)
-    usual = time.process_time() - begin
     (run / TIMELINE).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode(), 1))
-    begin = time.process_time()
-    text = page(run)
-    assert time.process_time() - begin - usual < SECONDS
+    assert quickest(lambda: page(run), SECONDS) < SECONDS
+    text = (run.parent / "report.html").read_text()
     assert len(section(text, "steps")) < drawn.MOST + KiB
     assert len(text) < MiB
-    assert "Of 10000 steps the shortest and the longest" in section(text, "steps")
+    assert f"Of {EVENTS // 10} steps the shortest and the longest" in section(text, "steps")
 
 
 def test_a_figure_that_is_large_as_svg_is_a_png(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

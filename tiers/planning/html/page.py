@@ -24,10 +24,10 @@ td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left } footer {
 
 
 def page(
-    name: str, answer: Iterable[str], sections: Sequence[Section], tables: Iterable[RenderableType]
+    title: str, answer: Iterable[str], sections: Sequence[Section], tables: Iterable[RenderableType]
 ) -> Iterator[str]:
-    """Return the lines of the page about a run of that name."""
-    title = f"tiers report {plain(name)}"
+    """Return the lines of the page with that title."""
+    title = plain(title)
     yield "<!DOCTYPE html>"
     yield f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

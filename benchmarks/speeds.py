@@ -1,0 +1,105 @@
+"""The speeds of the zoo's programs: what README claims of them, and what their report shows.
+
+A claim is the median and the worst of all programs, not the best.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.zoo.results import OWN, PLAIN, GiB, read
+
+FILE = Path(__file__).parent / "data/zoo.json"
+CLAIMED = 60  # percent of what the plain program reserves
+BANDS = (0.9, 0.8, 0.7)
+Speed = dict[str, Any]
+"""A program at a budget: `speed` of plain's, its own checkpointing's beside it, and where and when that was."""
+
+
+def load() -> list[Speed]:
+    """All speeds, the fastest first."""
+    found: list[Speed] = json.loads(FILE.read_text())
+    return sorted(found, key=lambda one: -one["speed"])
+
+
+def claims(speeds: Sequence[Speed]) -> list[list[str]]:
+    """README's table: median and worst, then the programs by speed."""
+    of = [one for one in speeds if one["budget"] == CLAIMED]
+    worst = min(of, key=lambda one: one["speed"])
+    own = [one for one in of if "own_speed" in one]
+    faster = sum(one["speed"] > one["own_speed"] for one in own)
+    table = [["of plain's speed", f"at {CLAIMED}% of the memory that plain reserves"]]
+    table += [["**median**", f"**{median(one['speed'] for one in of):.3f}** of {len(of)} programs"]]
+    table += [["**worst**", f"**{worst['speed']:.3f}** ({worst['program']})"]]
+    table += [
+        [
+            "own checkpointing",
+            f"slower than torch-tiers for {faster} of the {len(own)} programs that have figures of it",
+        ]
+    ]
+    above = float("inf")
+    for bound in (*BANDS, 0.0):
+        band = [one for one in of if bound <= one["speed"] < above]
+        head = f"{bound} to {above}" if bound and above < 9 else f"{bound} or more" if bound else f"under {above}"
+        if band:
+            table.append([head, ", ".join(_claim(one) for one in band)])
+        above = bound
+    return table
+
+
+def _claim(one: Speed) -> str:
+    """A program in README, with its own checkpointing and the share of plain's memory that this takes."""
+    beside = f" ({_own(one)})" if "own_speed" in one else ""
+    return f"{one['program']} {one['speed']:.3f}{beside}{'' if one['settled'] else ' not settled'}"
+
+
+def shown(speeds: Sequence[Speed]) -> list[list[str]]:
+    """The report's table: all that is known."""
+    table = [["program", "budget", "plain, ms", "GiB", "speed", "its own checkpointing", "card, day", ""]]
+    for one in speeds:
+        row = [one["program"], f"{one['budget']}%", _number(one.get("plain_ms")), _number(one.get("plain_gib"))]
+        row += [f"{one['speed']:.3f}" + ("" if one["settled"] else " ~"), _own(one)]
+        table.append([*row, f"{one['card']} {one['day']}", one.get("note", "")])
+    _, (_, middle), *_ = claims(speeds)
+    return [*table, [f"median at {CLAIMED}%", "", "", "", middle, "", "", ""]]
+
+
+def _own(one: Speed) -> str:
+    at = f" at {one['own_memory']}%" if "own_memory" in one else ""
+    return f"{one['own_speed']:.3f}{at}" if "own_speed" in one else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def take_over(results: Path) -> None:
+    """Put what a run of the zoo measured in the place of older speeds of the same programs and budgets."""
+    known = {(one["program"], one["budget"]): one for one in load()}
+    for program, record in read(results).items():
+        plain = {} if record["error"] else record["rows"][PLAIN]
+        if not plain or not plain["memory"] or "rows" not in record:
+            continue
+        for name, row in record["rows"].items():
+            percent = name.removeprefix("tiers auto at ").removesuffix("%")
+            if row["fraction"] is None or not percent.isdigit():
+                continue
+            speed: Speed = {
+                "program": program,
+                "budget": int(percent),
+                "plain_ms": round(1e3 * plain["step"]["median"], 1),
+            }
+            speed |= {"plain_gib": round(plain["memory"] / GiB, 1), "speed": round(row["fraction"]["median"], 3)}
+            speed["settled"] = row["settled"]
+            own = record["rows"].get(OWN)
+            if own is not None and own["fraction"] is not None:
+                speed["own_speed"] = round(own["fraction"]["median"], 3)
+                speed["own_memory"] = round(100 * own["memory"] / plain["memory"])
+            card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
+            known[program, int(percent)] = speed | {"card": card, "day": record["day"]}
+    lines = ",\n".join(f" {json.dumps(one)}" for one in known.values())
+    FILE.write_text(f"[\n{lines}\n]\n")
