@@ -1,4 +1,4 @@
-"""How fast a model generates whose weights take more than the budget, beside the speed of the link.
+"""How fast does a model generate whose weights take more than the budget, beside the speed of the link?
 
 ``python -m benchmarks.generate --hbm 6GiB`` runs a decoder of 6.7e9 weights in bf16, plain and under tiers, a process
 each that take turns. Each token is a forward, for which each weight that lies in DRAM crosses the link once.
