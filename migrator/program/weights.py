@@ -28,6 +28,12 @@ def of_module(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from plain_tensors(modules.tensors(module))
 
 
+def parameters_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters alone."""
+    for _, each in modules.walk(module):
+        yield from plain_tensors(tensor for tensor in each._parameters.values() if tensor is not None)
+
+
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Gradients and the optimizer's state."""
     for group in optimizer.param_groups:

@@ -42,6 +42,18 @@ class Models:
             self._known[model] = trains
         return True
 
+    def forget(self, model: nn.Module) -> None:
+        """Take no note of a model after all, as what was to be done with it was not."""
+        with self._listing:
+            self._known.pop(model, None)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Parameters of all of them."""
+        with self._listing:
+            known = list(self._known)
+        for model in known:
+            yield from weights.parameters_of(model)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of all of them."""
         with self._listing:

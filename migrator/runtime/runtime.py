@@ -218,9 +218,8 @@ class Runtime:
 
     def _look_at(self, model: nn.Module) -> bool:
         """Check whether the budget holds the weights of all models so far; whether some are streamed."""
-        if not self._models.add(model, trains=torch.is_grad_enabled()):
+        if not self._streaming.see(model):
             return self._streaming.active
-        self._streaming.look(trains=torch.is_grad_enabled())
         self._recount_static()
         try:
             self._models.check(self._streaming.beside)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 class _Thread(threading.local):
-    within = False  # a model, without hooks
+    root: int | None = None  # the model that it is within, without hooks
 
 
 class Streaming:
@@ -94,27 +95,24 @@ class Streaming:
 
     # ------------------------------------------------------------------------------- what is streamed
 
-    def look(self, *, trains: bool) -> None:
-        """A model has come: choose which weights of all models are streamed from now on."""
-        tensors = list(self._models.tensors())
-        for device in {tensor.device for tensor in tensors if has_tiers(tensor.device)}:
-            self._choose(device, [tensor for tensor in tensors if tensor.device == device], trains=trains)
+    def _look(self, *, trains: bool) -> None:
+        parameters = list(self._models.parameters())
+        for device in {tensor.device for tensor in parameters if has_tiers(tensor.device)}:
+            if may_lie_in_dram(device, self._options().pages()):
+                self._choose(device, [tensor for tensor in parameters if tensor.device == device], trains=trains)
 
-    def _choose(self, device: torch.device, tensors: list[torch.Tensor], *, trains: bool) -> None:
-        pages = self._options().pages()
-        if not may_lie_in_dram(device, pages):
-            return
-        budget, weights = self._options().hbm(device), list(_unique(tensors))
+    def _choose(self, device: torch.device, parameters: list[torch.Tensor], *, trains: bool) -> None:
+        budget, weights = self._options().hbm(device), _unique(parameters)
         eligible = [weight for weight in weights if may_be_streamed(weight.nbytes, budget, LEAST[device.type])]
         sizes = [weight.nbytes for weight in eligible]
-        fixed = sum(weight.nbytes for weight in weights) - sum(sizes)
+        fixed = of_program.bytes_on(device, self._models.tensors()) - sum(sizes)  # with buffers
         if trains:
-            fixed += of_program.bytes_on(device, (tensor for tensor in tensors if tensor.requires_grad))
+            fixed += of_program.bytes_on(device, (tensor for tensor in parameters if tensor.requires_grad))
         chosen = {eligible[place] for place in to_stream(sizes, fixed, budget)}
         streamer, asked = self._streamers.get(device), (_by_address(eligible), trains)
         if (not chosen and streamer is None) or self._asked.get(device) == asked:
             return  # another outermost module came, of the same weights
-        self._eligible[device], self._asked[device] = eligible, asked
+        self._eligible[device] = eligible
         residence = self._residence(device)
         if residence is not None:
             residence.weights = partial(_by_address, eligible)
@@ -128,11 +126,11 @@ class Streaming:
             streamer = self._open(device, buffer_bytes(sizes, budget))  # once there is room for its buffer
         if streamer is None:
             return
-        self._streamers[device] = streamer
-        streamer.stream([weight for weight in eligible if weight in chosen])
         if residence is not None:
             residence.place((), [streamer.buffer.data_ptr()])  # where HBM was full it lies in DRAM
-            self._follow(device)
+            chosen = {weight for weight in eligible if residence.in_dram(weight.address)}
+        streamer.stream(_with_tensors(weights, chosen))
+        self._streamers[device], self._asked[device] = streamer, asked
         log.info(
             "%s of weights of %s are streamed from dram, as hbm is %s",
             *(format_size(nbytes) for nbytes in (streamer.nbytes, sum(weight.nbytes for weight in weights), budget)),
@@ -141,7 +139,7 @@ class Streaming:
     @property
     def _is_alone(self) -> bool:
         """Whether no other thread's kernels may read weights, which are mapped nowhere while they move."""
-        return self._others() == 0 and self._within == self._thread.within
+        return self._others() == 0 and self._within == (self._thread.root is not None)
 
     def _open(self, device: torch.device, buffer: int) -> Streamer | None:
         if self._substitutes is None:
@@ -157,50 +155,63 @@ class Streaming:
         pages = self._options().pages()
         return None if pages is None or device.type != "cuda" else pages.residence(device)
 
-    def _follow(self, device: torch.device) -> None:
+    def _follow(self, device: torch.device, residence: Residence) -> None:
         """Stream what lies in DRAM by now."""
-        residence = self._residence(device)
-        if residence is None:
-            return
-        there = [weight for weight in self._eligible[device] if residence.in_dram(weight.address)]
+        there = {weight.address for weight in self._eligible[device] if residence.in_dram(weight.address)}
         streamer = self._streamers[device]
-        if [weight.address for weight in there] != [weight.address for weight in streamer.weights]:
-            streamer.stream(there)
+        if there != {weight.address for weight in streamer.weights}:
+            weights = _unique([tensor for tensor in self._models.parameters() if tensor.device == device])
+            streamer.stream(_with_tensors(weights, {weight for weight in weights if weight.address in there}))
 
     # ------------------------------------------------------------------------------- begins and ends
 
     def enter(self, module: nn.Module) -> bool:
         """A module is called in a thread without hooks; return whether `leave` is to be called when it ends."""
-        if self._thread.within or _graph_task() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        thread = self._thread
+        # Of one whose end an interrupt has kept from us the next call is a new one.
+        if (thread.root is not None and thread.root != id(module)) or _is_no_pass():
             return False
-        trains = torch.is_grad_enabled()
-        if self._models.add(module, trains=trains):
-            self.look(trains=trains)
-        if self.active:
+        self.see(module)
+        if not self.active:
+            return False
+        if thread.root is None:
             with self._lock:
                 self._within += 1
-            self._thread.within = True
-            self.forward_begins(module)
-        return self._thread.within
+            thread.root = id(module)
+        self.forward_begins(module)
+        return True
 
     def leave(self, *, outermost: bool) -> None:
         """The call of a module has ended in this thread, perhaps of one that no other has called."""
         if not outermost or _graph_task() != -1:
             return
-        if self._thread.within:
-            self._thread.within = False
+        if self._thread.root is not None:
+            self._thread.root = None
             with self._lock:
                 self._within -= 1
-        if self.active and not torch.is_grad_enabled():
-            self._close()
+        self._close()
+
+    def see(self, module: nn.Module) -> bool:
+        """Choose what is streamed, if this outermost module is new, or trains for the first time; whether it is."""
+        trains = torch.is_grad_enabled()
+        is_new = self._models.add(module, trains=trains)
+        if is_new:
+            try:
+                self._look(trains=trains)
+            except BaseException:  # an interrupt, perhaps
+                self._models.forget(module)
+                raise
+        return is_new
 
     def forward_begins(self, root: nn.Module) -> None:
         """The forward of an outermost module begins in this thread."""
+        if not self.active or _is_capturing():
+            return
         trains = torch.is_grad_enabled()
         begins = not trains or self._pass_over
-        if begins and any(weight.tensor() is None for each in self._eligible.values() for weight in each):
-            self.look(trains=trains)  # some were replaced
-        for device, streamer in self._streamers.items():
+        if begins and any(weight.storage() is None for each in self._eligible.values() for weight in each):
+            self._look(trains=trains)  # some were replaced
+        for device, streamer in list(self._streamers.items()):
             streamer.close()
             if begins:
                 self._settle(device, trains=trains)
@@ -233,11 +244,11 @@ class Streaming:
             streamer.close()
 
     def _settle(self, device: torch.device, *, trains: bool) -> None:
-        pages = self._options().pages()
-        if pages is not None and device.type == "cuda":
+        pages, residence = self._options().pages(), self._residence(device)
+        if pages is not None and residence is not None:
             if not trains and self._is_alone:  # the allocator does so itself at the end of a step
                 pages.settle(device)
-            self._follow(device)
+            self._follow(device, residence)
 
     def forked(self) -> None:
         """Give up in a forked child process: weights are read where they lie."""
@@ -257,14 +268,27 @@ def may_lie_in_dram(device: torch.device, pages: PageAllocator | None) -> bool:
     return device.type != "cuda" or pages is not None
 
 
-def _unique(tensors: list[torch.Tensor]) -> Iterator[Weight]:
-    """One for each storage."""
-    seen = set[int]()
-    for tensor in tensors:
-        if (storage := tensor.untyped_storage()._cdata) not in seen:
-            seen.add(storage)
-            yield Weight(tensor)
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _by_address(weights: list[Weight]) -> dict[int, int]:
-    return {weight.address: weight.nbytes for weight in weights if weight.tensor() is not None}
+def _is_no_pass() -> bool:
+    """Whether what runs now is part of a backward, of a transform of `torch.func`, or goes into a graph."""
+    func: Any = torch._C._functorch
+    return _graph_task() != -1 or func.peek_interpreter_stack() is not None or _is_capturing()
+
+
+def _unique(tensors: list[torch.Tensor]) -> dict[Weight, torch.Tensor]:
+    """A weight for each storage, with one tensor on it."""
+    by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    return {Weight(tensor): tensor for tensor in by_storage.values()}
+
+
+def _with_tensors(
+    weights: Mapping[Weight, torch.Tensor], chosen: Collection[Weight]
+) -> list[tuple[Weight, torch.Tensor]]:
+    return [(weight, tensor) for weight, tensor in weights.items() if weight in chosen]
+
+
+def _by_address(weights: Iterable[Weight]) -> dict[int, int]:
+    return {weight.address: weight.nbytes for weight in weights if weight.storage() is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -13,7 +14,7 @@ import torch
 
 from torch_tiers.migrator.streams import TIMED, Event, OperatorClock, Stream
 from torch_tiers.migrator.streams.meter import HostMeter
-from torch_tiers.migrator.streams.pieces import Piece, at_full_speed, flat
+from torch_tiers.migrator.streams.pieces import Piece, at_full_speed
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
@@ -178,8 +179,9 @@ class HostLane:
                 event.synchronize()
             begin = time.perf_counter()
             for target, at, source, start, nbytes in pieces:
-                # numpy's copy, not torch's: torch would start a second pool of threads for this one.
-                flat(target, at, nbytes).numpy()[:] = flat(source, start, nbytes).numpy()
+                # Not torch's copy: torch would start a second pool of threads for this one. Nor numpy's: what it has
+                # had in its hands may not be resized any more.
+                ctypes.memmove(target.data_ptr() + at, source.data_ptr() + start, nbytes)
             if self._speed:
                 time.sleep(sum(piece.nbytes for piece in pieces) / self._speed)
             if at_full_speed(pieces):

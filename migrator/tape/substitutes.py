@@ -15,8 +15,8 @@ from torch_tiers.migrator.tape import native
 class Substitutes:
     """Substitutes for some storages.
 
-    An operator of PyTorch's own that only reads a tensor gets one on a copy instead. Operators that take views, write,
-    look at a few rows, or take lists of tensors get the tensor itself, and so do kernels that no operator launches.
+    A product of matrices, a convolution or a cast that reads one gets it from a copy. All other operators get the
+    storage itself, and so do kernels that no operator launches.
 
     Parameters
     ----------
@@ -25,8 +25,8 @@ class Substitutes:
     ask : callable
         Called before each operator that reads one, in its thread, with the number of the storage, and whether that was
         written by an operator since `renew` was called for it. Returns the byte of `buffer` at which the copy begins,
-        which the current stream may read; or -1: the operator reads the storage itself. What it raises, the operator
-        does, as a RuntimeError.
+        which the current stream may read; or -1: the operator reads the storage itself. What it raises in the main
+        thread comes once the operator has read the storage; in others the operator raises a RuntimeError.
     buffer : Tensor
         The memory that copies lie in: all of a storage, of uint8.
 
@@ -44,9 +44,12 @@ class Substitutes:
         self.include_thread: Callable[[], None] = library.come_by
 
     def set(self, tensors: Sequence[Tensor]) -> None:
-        """Substitute the storages of these tensors, and no others: one for each, and its place is its number."""
-        self._handle = None  # first: a storage has one substitute
+        """Substitute the storages of these tensors: one for each, and its place is its number. To be called once."""
         self._handle = self._native.substitute(tensors, self._ask, self._buffer)
+
+    def close(self) -> None:
+        """Substitute nothing any more. Operators that have looked a substitute up ask once more."""
+        self._native.keep(self._handle)
 
     def renew(self, number: int) -> list[tuple[int, int, int]]:
         """A copy begins; return the streams on which operators have written the storage since the last one did.

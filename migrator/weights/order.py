@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 
+KINDS = 16  # of passes, at most: of a program that has ever new models the last ones
 MOST = 1 << 16  # reads that are remembered of a pass: of a program in which none ends
 
 
@@ -28,7 +29,10 @@ class Order:
             places: dict[int, list[int]] = {}
             for place, weight in enumerate(self._now):
                 places.setdefault(weight, []).append(place)
+            self._known.pop(self._kind, None)
             self._known[self._kind] = self._now, places
+            if len(self._known) > KINDS:
+                del self._known[next(iter(self._known))]
         self._kind, self._now, self._next = kind, [], 0
         self._reads, self._places = self._known.get(kind, ([], {}))
 

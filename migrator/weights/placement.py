@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-OTHERS = 1 / 4  # of the budget: left for activations and the like until they are known
+LEAST = 1 / 8  # of the budget: with less for activations and the like, weights are streamed
+OTHERS = 1 / 4  # of the budget: left for those then, until it is known what they take
 BUFFER = 1 / 8  # of the budget: where copies of streamed weights lie
 LARGEST = 1 / 4  # of the budget: a larger weight stays
 
@@ -44,10 +45,10 @@ def to_stream(weights: Sequence[int], fixed: int, budget: int) -> list[int]:
         Places in `weights`, ascending.
     """
     total = sum(weights)
-    room = int(budget * (1 - OTHERS)) - fixed
-    if total <= room or not total:
+    if not total or total + fixed <= budget * (1 - LEAST):
         return []
-    share = min(1.0, (total - max(0, room - buffer_bytes(weights, budget))) / total)
+    room = budget * (1 - OTHERS) - fixed - buffer_bytes(weights, budget)
+    share = min(1.0, (total - max(0.0, room)) / total)
     streamed, owed = [], 0.0
     for place, nbytes in enumerate(weights):
         owed += share * nbytes

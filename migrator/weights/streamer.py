@@ -4,18 +4,22 @@ What is fetched, and what makes room for it, is chosen as in "A study of integra
 (Cao, Felten, Karlin and Li, SIGMETRICS 1995), by the rule that they call aggressive: fetch the next weight that is
 missing as soon as there is one in the buffer that is needed later than that; give up the one that is needed last.
 
-Copies are good from the begin of a model's forward to the end of its backward, or of the forward if there are no
-gradients. So what writes weights between steps and is no operator of PyTorch, such as an optimizer in Triton, never
-leaves an outdated copy behind. What operators write is told.
+Copies are good within one forward, or one backward. So what writes weights between those and is no operator of
+PyTorch, such as an optimizer in Triton, never leaves an outdated copy behind. What operators write is told.
+
+What is asked for in vain, or while something is not as it should be, is read where it lies: that is right, and slow.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from torch_tiers.allocator.extents import Extent, ExtentMap
@@ -40,6 +44,20 @@ class _Copy:
     streams: set[Stream] = field(default_factory=set)
 
 
+class _Choice:
+    """Weights that are streamed until others are; their numbers mean them alone.
+
+    Who asks may have looked a number up before the choice changed.
+    """
+
+    substitutes: Substitutes
+
+    def __init__(self, weights: Sequence[Weight] = ()) -> None:
+        self.weights = weights
+        self.order = Order()
+        self.copies: dict[int, _Copy] = {}
+
+
 class Streamer:
     """Streams the weights of one device. Thread-safe.
 
@@ -53,130 +71,192 @@ class Streamer:
         Makes `Substitutes`, given what they ask and the buffer.
     buffer : Tensor
         Flat, of uint8, in HBM: where the copies lie. All of a storage.
-
-    Attributes
-    ----------
-    weights : sequence of Weight
-        Those that are streamed.
     """
 
     def __init__(self, compute: Compute, lane: Lane, substitutes: MakeSubstitutes, buffer: Tensor) -> None:
+        self.buffer = buffer
         self._compute = compute
         self._lane = lane
-        self.buffer = buffer
+        self._make = substitutes
         self._target = buffer.untyped_storage()
         self._room = ExtentMap(buffer.numel(), SLOT)
-        self._order = Order()
-        self.weights: Sequence[Weight] = ()
-        self._copies: dict[int, _Copy] = {}
+        self._now = self._choice(())
+        self._before: list[_Choice] = []  # that still have copies, as operators were reading them
+        self._streams: set[Stream] = set()  # all that were given copies
         # The ends of streams when their last copy was given up: what lay there may be read until then.
         self._behind: dict[Stream, Event] = {}
-        self._written: dict[Stream, Event] = {}  # the end of what wrote weights last, as far as that is known
+        self._written: dict[Stream, Event] = {}  # the ends of what wrote weights last, as far as that is known
+        self._reading: deque[tuple[Event, torch.UntypedStorage]] = deque()  # what lanes read must not be unmapped
         self._open = False  # whether a model is within its forward or backward
-        # Backwards run in threads of their own. Reentrant: a signal's handler may run a model.
-        self._lock = threading.RLock()
-        self._substitutes = substitutes(self._ask, buffer)
+        self._is_broken = False  # an exception came in between, such as an interrupt
+        # Backwards run in threads of their own. A signal's handler may run a model in the midst of what is done here:
+        # it is told by the owner, and gets no copies.
+        self._lock = threading.Lock()
+        self._owner = 0
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        """Those that are streamed."""
+        return self._now.weights
 
     @property
     def nbytes(self) -> int:
         """Bytes of those."""
         return sum(weight.nbytes for weight in self.weights)
 
-    def stream(self, weights: Sequence[Weight]) -> None:
-        """From now on stream these, as far as the buffer holds them, and no others. Between two passes only."""
-        with self._lock:
-            self._give_up_all()
-            self._order = Order()
-            fit = [weight for weight in weights if weight.nbytes <= self.buffer.numel()]
-            alive = [(weight, tensor) for weight in fit if (tensor := weight.tensor()) is not None]
-            self.weights = [weight for weight, _ in alive]
-            self._substitutes.set([tensor for _, tensor in alive])
+    # ------------------------------------------------------------------------------ from the program
+
+    def stream(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
+        """From now on stream these, as far as the buffer holds them, and no others; with a tensor on each."""
+        self._alone(self._stream, [(each, on) for each, on in weights if each.nbytes <= self.buffer.numel()])
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins: see `Order.begin`."""
-        with self._lock:
-            self._order.begin(kind)
+        self._alone(self._now.order.begin, kind)
 
     def open(self) -> None:
         """A forward or a backward begins in this thread, of an outermost module."""
-        self._substitutes.include_thread()
-        with self._lock:
-            if self._open or self._compute.capturing():
-                return
-            self._open = True
-            stream = self._compute.stream()
-            self._written = {stream: self._compute.mark(stream)}  # who knows what was written until now
-            self._fetch_ahead()
+        self._now.substitutes.include_thread()
+        self._alone(self._begin)
 
     def close(self) -> None:
-        """A backward has ended, or a forward without gradients; or another forward begins."""
-        with self._lock:
-            self._open = False
-            self._give_up_all()
+        """A forward or a backward has ended; copies are good no more."""
+        self._alone(self._give_up_all)
 
     def end(self) -> None:
-        """Stream nothing any more; wait for copies that are under way."""
-        with self._lock:
-            self.close()
-            self.weights = ()
-            self._substitutes.set([])
+        """Stream nothing any more; wait for copies that are under way, and for whoever reads them."""
+        self.stream(())
         self._lane.close()
+        if not self._compute.capturing():
+            for stream in self._streams:
+                self._compute.mark(stream).synchronize()
 
-    def _ask(self, number: int, written: bool) -> int:
+    def _ask(self, choice: _Choice, number: int, written: bool) -> int:
+        """Where an operator that comes by finds a copy; see `Substitutes`."""
+        if choice is not self._now or not self._open:
+            return IN_PLACE
+        place = self._alone(self._find, choice, number, written)
+        return IN_PLACE if place is None else place
+
+    def _alone(self, do: Callable[..., int | None], *arguments: object) -> int | None:
+        me = threading.get_ident()
+        if self._owner == me and self._lock.locked():
+            return None
         with self._lock:
-            if not self._open or self._compute.capturing():
+            self._owner = me
+            try:
+                return do(*arguments)
+            except BaseException:
+                self._is_broken = True
+                raise
+            finally:
+                self._owner = 0
+
+    # --------------------------------------------------------------------------------- with the lock
+
+    def _choice(self, weights: Sequence[tuple[Weight, Tensor]]) -> _Choice:
+        made = _Choice([weight for weight, _ in weights])
+        made.substitutes = self._make(partial(self._ask, made), self.buffer)
+        made.substitutes.set([tensor for _, tensor in weights])
+        return made
+
+    def _stream(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
+        self._give_up_all()
+        self._now.substitutes.close()  # first: a storage has one substitute
+        self._before.append(self._now)
+        self._now = self._choice(weights)
+
+    def _begin(self) -> None:
+        if self._open or self._compute.capturing():
+            return
+        if self._is_broken and not self._mend():
+            return
+        while self._reading and self._reading[0][0].query():
+            self._reading.popleft()
+        stream = self._compute.stream()
+        self._written[stream] = self._compute.mark(stream)  # who knows what was written until now
+        self._open = True
+        self._fetch_ahead()
+
+    def _mend(self) -> bool:
+        """Begin with an empty buffer, if nobody reads it; whether that was done."""
+        choices = [*self._before, self._now]
+        if any(each.substitutes.readers(number) for each in choices for number in range(len(each.weights))):
+            return False
+        for each in choices:
+            each.copies.clear()
+        self._before.clear()
+        self._room = ExtentMap(self.buffer.numel(), SLOT)
+        self._behind = {stream: self._compute.mark(stream) for stream in self._streams}
+        self._is_broken = False
+        return True
+
+    def _find(self, choice: _Choice, number: int, written: bool) -> int:
+        if choice is not self._now or not self._open or self._is_broken or self._compute.capturing():
+            return IN_PLACE
+        copy = choice.copies.get(number)
+        if copy is not None and (written or copy.outdated):
+            if not self._give_up(choice, number, but_for=1):
                 return IN_PLACE
-            stream = self._compute.stream()
-            copy = self._copies.get(number)
-            if copy is not None and (written or copy.outdated):
-                if not self._give_up(number, but_for=1):
-                    return IN_PLACE
-                copy = None
-            self._order.read(number)
-            copy = copy or self._fetch(number, self._copies)
-            if copy is not None and stream not in copy.streams:
-                self._compute.wait(copy.ready, "weights", stream)
-                copy.streams.add(stream)
-            self._fetch_ahead()
-            return IN_PLACE if copy is None else copy.place.offset
+            copy = None
+        choice.order.read(number)
+        copy = copy or self._fetch(number, choice.copies)
+        stream = self._compute.stream()
+        if copy is not None and stream not in copy.streams:
+            self._streams.add(stream)
+            copy.streams.add(stream)
+            self._compute.wait(copy.ready, "weights", stream)
+        self._fetch_ahead()
+        return IN_PLACE if copy is None else copy.place.offset
 
     def _fetch_ahead(self) -> None:
-        until = self._order.until
-        for number in self._order.coming():
-            if number in self._copies:
+        copies, order = self._now.copies, self._now.order
+        for number in order.coming():
+            if number in copies:
                 continue
-            needed = until(number)
-            if self._fetch(number, [each for each in self._copies if until(each) > needed]) is None:
+            needed = order.until(number)
+            if self._fetch(number, [each for each in copies if order.until(each) > needed]) is None:
                 break
 
     def _fetch(self, number: int, others: Iterable[int]) -> _Copy | None:
         """Begin to copy a weight; None if there is no room even without `others`, as far as nothing reads them."""
-        weight = self.weights[number]
+        now = self._now
+        weight = now.weights[number]
         storage = weight.storage()
         if storage is None:
             return None
-        left = sorted(others, key=self._order.until)
+        left = sorted(others, key=now.order.until)
         while (place := self._room.allocate(weight.nbytes)) is None:
-            if not any(self._give_up(left.pop()) for _ in range(len(left))):
+            if not self._collect() and not any(self._give_up(now, left.pop()) for _ in range(len(left))):
                 return None
-        for stream in self._substitutes.renew(number):
+        for stream in now.substitutes.renew(number):
             self._written[stream] = self._compute.mark(stream)
-        piece = Piece(self._target, place.offset, storage, 0, weight.nbytes)
-        ready = self._lane.copy([piece], [*self._behind.values(), *self._written.values()])
-        copy = self._copies[number] = _Copy(place, ready)
+        after = [*self._behind.values(), *self._written.values()]
+        ready = self._lane.copy([Piece(self._target, place.offset, storage, 0, weight.nbytes)], after)
+        self._reading.append((ready, storage))
+        copy = now.copies[number] = _Copy(place, ready)
         return copy
 
-    def _give_up(self, number: int, *, but_for: int = 0) -> bool:
+    def _give_up(self, choice: _Choice, number: int, *, but_for: int = 0) -> bool:
         """Free the place of a copy, unless operators read it now, `but_for` so many; whether it is free."""
-        if self._substitutes.readers(number) > but_for:
+        if choice.substitutes.readers(number) > but_for:
             return False
-        copy = self._copies.pop(number)
+        copy = choice.copies.pop(number)
         self._room.free(copy.place)
         for stream in copy.streams:
             self._behind[stream] = self._compute.mark(stream)
         return True
 
     def _give_up_all(self) -> None:
-        for number, copy in list(self._copies.items()):
+        self._open = False
+        for copy in self._now.copies.values():
             copy.outdated = True
-            self._give_up(number)
+        if not self._compute.capturing():  # into a graph no mark may go
+            for number in list(self._now.copies):
+                self._give_up(self._now, number)
+
+    def _collect(self) -> bool:
+        """Free what choices before this one have, and nobody reads any more; whether there was something."""
+        freed = [self._give_up(each, number) for each in self._before for number in list(each.copies)]
+        self._before = [each for each in self._before if each.copies]
+        return any(freed)

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Weight:
-    """A parameter or buffer, without keeping it alive.
+    """The storage of a parameter, without keeping it alive.
+
+    No reference to the tensor: PyTorch does not swap a tensor that somebody has a weak one to.
 
     Attributes
     ----------
+    identity : int
+        Of the storage, as long as it lives.
     nbytes : int
-        Of its storage.
+        Of the storage.
     address : int
-        Where that begins.
+        Where it begins.
     """
 
-    __slots__ = ("_identity", "_ref", "address", "nbytes")
+    __slots__ = ("_ref", "address", "identity", "nbytes")
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._ref = TensorWeakRef(tensor)
-        self._identity = storage._cdata
+        self._ref = StorageWeakRef(storage)
+        self.identity = storage._cdata
         self.address = storage.data_ptr()
         self.nbytes = storage.nbytes()
 
-    def tensor(self) -> Tensor | None:
-        """The tensor; None if it is gone, or has another storage by now, or that has moved."""
-        tensor = self._ref()
-        if tensor is None:
-            return None
-        storage = tensor.untyped_storage()
-        is_same = storage._cdata == self._identity and storage.data_ptr() == self.address
-        return tensor if is_same and storage.nbytes() == self.nbytes else None
-
     def storage(self) -> torch.UntypedStorage | None:
-        """Its storage; None as for `tensor`."""
-        tensor = self.tensor()
-        return None if tensor is None else tensor.untyped_storage()
+        """The storage; None if it is gone, or has other memory by now."""
+        if self._ref.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        is_same = storage is not None and storage.data_ptr() == self.address and storage.nbytes() == self.nbytes
+        return storage if is_same else None

@@ -132,7 +132,7 @@ PyObject *calls_leave(PyObject *self, PyObject *) {
   const Spent spent(kCalls);
   Armed *armed = armed_here(self);
   THPObjectPtr saver = saver_of(armed);
-  if (!saver) {
+  if (!saver || PyList_GET_SIZE(armed->own.stack) == 1) {  // an outermost module's call ends
     const Spent not_here(kKinds);
     return PyObject_CallNoArgs(reinterpret_cast<Calls *>(self)->leave);
   }

@@ -67,6 +67,9 @@ class Recorder(Protocol):
         self, tensors: Sequence[Tensor], ask: Callable[[int, bool], int], buffer: Tensor, /
     ) -> Handle: ...
 
+    def keep(self, substitutes: Handle, /) -> None:  # noqa: D102
+        ...
+
     def come_by(self) -> None:  # noqa: D102
         ...
 

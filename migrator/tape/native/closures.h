@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/Device.h>
+#include <unistd.h>
 
 #include "interceptor.h"
 #include "object.h"
@@ -200,7 +201,8 @@ std::shared_ptr<PyObject> function_of(PyObject *object) {
   return {borrowed(object).release(), [](PyObject *of) { with_interpreter([&] { Py_DECREF(of); }); }};
 }
 
-// What `function(number, written)` returns. Where it raises, the operator does.
+// What `function(number, written)` returns. What it raises in the main thread comes after the operator, which reads the
+// storage; in others, the operator raises.
 Source::Ask asks(PyObject *object) {
   return [function = function_of(object)](size_t number, bool written) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
@@ -209,7 +211,13 @@ Source::Ask asks(PyObject *object) {
     with_interpreter([&] {
       PyObject *result = PyObject_CallFunction(function.get(), "nO", Py_ssize_t(number), written ? Py_True : Py_False);
       if (result) start = PyLong_AsLongLong(result);
-      if (PyErr_Occurred()) error = raised();
+      if (PyErr_Occurred()) {
+        start = -1;
+        if (gettid() == getpid())
+          raise_later();
+        else
+          error = raised();
+      }
       Py_XDECREF(result);
     });
     if (!error.empty()) throw std::runtime_error(error);

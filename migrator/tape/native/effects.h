@@ -22,10 +22,9 @@ struct Effects {
   std::string name;  // "aten::add.Tensor"
   size_t arguments = 0, returns = 0;
   std::vector<bool> written;  // for each argument, whether the bytes of its tensors change
-  // Whether its tensor is read, all of it, and neither written, nor returned, nor held on to: another one with the same
-  // bytes would do.
-  std::vector<bool> only_reads;
-  bool writes = false;   // whether one of them is
+  bool writes = false;        // whether one of them is
+  bool reads_copies =
+      false;             // whether copies of its tensors would do, and it reads them more than once, or all of them
   bool is_aten = false;  // PyTorch's own, which nobody takes away and defines anew
   bool random = false, collective = false;
   // A view of the kind that changes its own argument: the tensor lies elsewhere afterwards, and no byte has changed.
@@ -69,15 +68,35 @@ constexpr std::string_view kTakesMasks[] = {"aten::index", "aten::index_put", "a
 
 constexpr std::string_view kCopies[] = {"aten::copy_", "aten::_to_copy", "aten::_copy_from"};
 
-// That look at a few rows of a tensor, or at its shape alone.
-constexpr std::string_view kReadsLittle[] = {
-    "aten::embedding",  "aten::embedding_renorm_", "aten::_embedding_bag", "aten::_embedding_bag_forward_only",
-    "aten::index",      "aten::index_select",      "aten::gather",         "aten::_unsafe_index",
-    "aten::empty_like", "aten::resize_as_",        "aten::equal"};
-
-// That hold on to what they are given, though their schemas do not say so.
-constexpr std::string_view kHolds[] = {"aten::set_",    "aten::set",     "aten::_sparse_", "aten::sparse_",
-                                       "aten::_nested", "aten::nested_", "aten::record_",  "aten::_make_dual"};
+// What weights are for, and casts of them: these neither write nor return nor hold on to what they are given, and look
+// at no more of it than its elements. Others have exceptions to each of that which their schemas do not tell. Composite
+// ones come by where there is inference mode.
+constexpr std::string_view kReadsCopies[] = {"aten::mm",
+                                             "aten::addmm",
+                                             "aten::_addmm_activation",
+                                             "aten::bmm",
+                                             "aten::baddbmm",
+                                             "aten::mv",
+                                             "aten::addmv",
+                                             "aten::matmul",
+                                             "aten::linear",
+                                             "aten::_int_mm",
+                                             "aten::_scaled_mm",
+                                             "aten::_grouped_mm",
+                                             "aten::_scaled_grouped_mm",
+                                             "aten::_weight_int8pack_mm",
+                                             "aten::_weight_int4pack_mm",
+                                             "aten::convolution",
+                                             "aten::convolution_backward",
+                                             "aten::convolution_overrideable",
+                                             "aten::_convolution",
+                                             "aten::conv1d",
+                                             "aten::conv2d",
+                                             "aten::conv3d",
+                                             "aten::conv_transpose1d",
+                                             "aten::conv_transpose2d",
+                                             "aten::conv_transpose3d",
+                                             "aten::_to_copy"};
 
 constexpr std::string_view kCollectives[] = {
     "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "symm_mem::"};
@@ -103,10 +122,7 @@ Effects effects_of(const c10::OperatorHandle &op) {
   effects.moves_the_tensor = op.hasTag(at::Tag::inplace_view);
   const bool writes_nothing = effects.moves_the_tensor || is_among(base, kWritesNothing);
   const bool keeps_statistics = is_among(base, kWritesStatistics);
-  const bool reads_as_it_says = effects.is_aten && !effects.moves_the_tensor && !keeps_statistics &&
-                                !is_among(base, kReadsLittle) && !begins_with_one_of(base, kHolds);
   effects.written.resize(effects.arguments);
-  effects.only_reads.resize(effects.arguments);
   for (size_t index = 0; index < effects.arguments; ++index) {
     const auto &argument = schema.arguments()[index];
     const auto *alias = argument.alias_info();
@@ -114,12 +130,12 @@ Effects effects_of(const c10::OperatorHandle &op) {
     effects.written[index] =
         (alias && alias->isWrite() && !writes_nothing) || is_statistics || is_received(base, argument);
     effects.writes |= effects.written[index];
-    effects.only_reads[index] = reads_as_it_says && !alias && !effects.written[index];
     if (keeps_statistics && argument.name() == "training") effects.training = int(index);
     if (argument.name() == "device") effects.device = int(index);
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);
     if (argument.type()->str().find("Generator") != std::string::npos) effects.generator = int(index);
   }
+  effects.reads_copies = !effects.writes && is_among(base, kReadsCopies);
   effects.random |= effects.generator >= 0;
   if (is_among(base, kTakesMasks))
     effects.waits = Waits::kIfMasked;

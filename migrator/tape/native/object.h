@@ -67,11 +67,30 @@ void with_interpreter(Function &&function) {
   PyGILState_Release(state);
 }
 
-// What Python raised, as a text; it is forgotten. An interrupt comes again.
+// What Python raised in the main thread, as of a signal's handler, comes there once what is under way has returned.
+void raise_later() {
+  struct Raised {
+    PyObject *type, *value, *trace;
+  };
+  auto held = std::make_unique<Raised>();
+  PyErr_Fetch(&held->type, &held->value, &held->trace);
+  const auto raise = [](void *of) {
+    const std::unique_ptr<Raised> again(static_cast<Raised *>(of));
+    PyErr_Restore(again->type, again->value, again->trace);
+    return -1;
+  };
+  if (Py_AddPendingCall(raise, held.get()) == 0) {
+    (void)held.release();
+  } else {  // dozens of others are to come
+    PyErr_Restore(held->type, held->value, held->trace);
+    PyErr_WriteUnraisable(nullptr);
+  }
+}
+
+// What Python raised, as a text; it is forgotten.
 std::string raised() {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
-  if (type && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
   std::string text = "an error without a text";
   if (PyObject *said = value ? PyObject_Str(value) : nullptr) {
     if (const char *characters = PyUnicode_AsUTF8(said)) text = characters;

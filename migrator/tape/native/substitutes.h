@@ -1,7 +1,8 @@
 // Storages that operators read elsewhere: from a copy of them that lies in faster memory.
 //
-// An operator that only reads a tensor on such a storage is given an alias of the copy in its place. The tensor itself
-// stays what it was: autograd, the program and the tape never see the alias.
+// A product, a convolution or a cast that reads a tensor on such a storage is given an alias of the copy in its place.
+// The tensor itself stays what it was: autograd, the program and the tape never see the alias. All other operators read
+// the storage.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -30,9 +31,18 @@ struct Substitute {
   std::shared_ptr<const Source> source;
   // Whose address is not used again.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
-  std::atomic<uint32_t> readers = 0;  // operators that were, or are being, given the copy
-  std::atomic<bool> written = false;  // by operators, since the last copy began
-  std::vector<c10::Stream> writers;   // on these streams; under the lock of `Substitutes`
+  std::atomic<uint32_t> readers = 0;      // operators that were, or are being, given the copy
+  std::atomic<bool> is_received = false;  // by collectives, which write at any time until somebody waits for them
+  // The rest is under the lock of `Substitutes`.
+  bool written = false;              // by operators that came by, since the last copy began
+  std::vector<c10::Stream> writers;  // on these streams
+  Counter counter;                   // of versions: operators that did not come by, as those of other threads, have it
+  uint32_t seen = 0;                 // what it was when the last copy began
+
+  bool has_other_version() const {
+    const c10::VariableVersion version = counter.lock();
+    return version.enabled() && version.current_version() != seen;
+  }
 };
 
 class Substitutes {
@@ -50,6 +60,7 @@ class Substitutes {
       made->source = source;
       made->storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
           c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(each)));
+      made->counter = Counter(each.unsafeGetTensorImpl()->version_counter());
       all.push_back(std::move(made));
     }
     return all;
@@ -78,10 +89,11 @@ class Substitutes {
     return found == all_.end() ? nullptr : found->second;
   }
 
-  // An operator is about to write it, on the current stream.
-  void note_written(const at::Tensor &tensor) {
+  // An operator writes it on the current stream, a collective at some time on another.
+  void note_written(const at::Tensor &tensor, bool is_collective) {
     const auto found = find(tensor);
     if (!found) return;
+    if (is_collective) found->is_received = true;
     const Guard *guard = tensor.is_cpu() ? nullptr : guard_of(tensor.device());
     std::lock_guard lock(mutex_);
     found->written = true;
@@ -91,9 +103,16 @@ class Substitutes {
     if (std::find(all.begin(), all.end(), stream) == all.end()) all.push_back(stream);
   }
 
+  bool is_written(const Substitute &of) {
+    std::lock_guard lock(mutex_);
+    return of.written || of.has_other_version();
+  }
+
   // Another copy begins, of what it holds once these streams are through with what they have been given.
   std::vector<c10::Stream> renew(Substitute &of) {
     std::lock_guard lock(mutex_);
+    const c10::VariableVersion version = of.counter.lock();
+    of.seen = version.enabled() ? version.current_version() : 0;
     of.written = false;
     return std::exchange(of.writers, {});
   }
@@ -117,21 +136,22 @@ Substitutes &substitutes() {
   return one;
 }
 
-// While it lives, an operator's arguments on the stack are the copies.
+// While it lives, an operator's arguments on the stack are the copies; of one that writes it is noted.
 class Substituted {
  public:
-  Substituted(const Effects &effects, torch::jit::Stack &stack) : stack_(stack) {
+  Substituted(const Effects &effects, torch::jit::Stack &stack) : effects_(effects), stack_(stack) {
     if (substitutes().empty()) return;
     const size_t first = stack.size() - effects.arguments;
     for (size_t index = 0; index < effects.arguments; ++index) {
       c10::IValue &argument = stack[first + index];
-      if (effects.is_written(&stack[first], index)) {
-        note_written(argument);
-      } else if (effects.only_reads[index] && argument.isTensor()) {
-        replace(argument);
-      }
+      if (effects.is_written(&stack[first], index)) add_written(argument);
+      if (effects.reads_copies && argument.isTensor()) replace(argument);
     }
+    note_written();
   }
+
+  // Once more: a copy that another thread has begun since has what was there before, or a part of it.
+  ~Substituted() { note_written(); }
 
   Substituted(const Substituted &) = delete;
   Substituted &operator=(const Substituted &) = delete;
@@ -167,19 +187,26 @@ class Substituted {
     uint64_t start;
   };
 
-  static void note_written(const c10::IValue &argument) {
-    if (argument.isTensor()) substitutes().note_written(argument.toTensor());
+  void add_written(const c10::IValue &argument) {
+    const auto add = [this](const at::Tensor &tensor) {
+      if (substitutes().find(tensor)) written_.push_back(tensor);
+    };
+    if (argument.isTensor()) add(argument.toTensor());
     if (argument.isList())
       for (const c10::IValue &each : argument.toListRef())
-        if (each.isTensor()) substitutes().note_written(each.toTensor());
+        if (each.isTensor()) add(each.toTensor());
+  }
+
+  void note_written() const noexcept {
+    for (const at::Tensor &each : written_) substitutes().note_written(each, effects_.collective);
   }
 
   void replace(c10::IValue &argument) {
     const at::Tensor original = argument.toTensor();
     auto found = substitutes().find(original);
-    if (!found || original.unsafeGetTensorImpl()->layout() != c10::kStrided || original.key_set().has(kPython)) return;
+    if (!found || found->is_received || original.layout() != c10::kStrided || original.key_set().has(kPython)) return;
     const std::shared_ptr<const Source> source = found->source;
-    const bool written = found->written;
+    const bool written = substitutes().is_written(*found);
     const size_t number = found->number;
     Reading reading(std::move(found));  // before it is asked for
     const int64_t start = source->ask(number, written);
@@ -207,7 +234,9 @@ class Substituted {
   }
 
   static constexpr auto kPython = c10::DispatchKey::Python;
+  const Effects &effects_;
   torch::jit::Stack &stack_;
+  std::vector<at::Tensor> written_;
   std::vector<Replaced> replaced_;
 };
 

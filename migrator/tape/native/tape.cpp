@@ -273,6 +273,14 @@ PyObject *substitute(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
+// keep(substitutes): operators read these storages themselves from now on.
+PyObject *keep(PyObject *, PyObject *handle) {
+  return answer([&] {
+    substitutes().remove(held_by<Substitutes::All>(handle, kSubstitutes));
+    return none();
+  });
+}
+
 // come_by(): operators of this thread read substitutes from now on.
 PyObject *come_by(PyObject *, PyObject *) {
   c10::impl::tls_set_dispatch_key_included(kKey, true);
@@ -393,6 +401,7 @@ PyMethodDef functions[] = {
     {"clock_enter", clock_enter, METH_NOARGS, nullptr},
     {"clock_leave", clock_leave, METH_O, nullptr},
     {"substitute", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(substitute)), METH_FASTCALL, nullptr},
+    {"keep", keep, METH_O, nullptr},
     {"come_by", come_by, METH_NOARGS, nullptr},
     {"readers", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(readers)), METH_FASTCALL, nullptr},
     {"renew", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(renew)), METH_FASTCALL, nullptr},

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_tiers.migrator.weights.streamer import IN_PLACE, Streamer
 from torch_tiers.migrator.weights.weight import Weight
 
 NBYTES = 1024
 BUFFER = 3 * NBYTES
+
+
+class Mark(NamedTuple):
+    stream: Any
+    number: int
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Copied(str):
+    """The event of a copy."""
+
+    copies: Copies
+
+    def query(self) -> bool:
+        return self.copies.passed
 
 
 @dataclass
@@ -24,16 +43,19 @@ class Streams:
     marks: int = 0
     waits: list[tuple[str, Any]] = field(default_factory=list)
     is_capturing: bool = False
+    fails: bool = False
 
     def stream(self) -> Any:
         return self.now
 
     def mark(self, stream: Any) -> Any:
         self.marks += 1
-        return stream, self.marks
+        return Mark(stream, self.marks)
 
     def wait(self, event: Any, cause: str, stream: Any) -> None:
         assert cause == "weights"
+        if self.fails:
+            raise KeyboardInterrupt
         self.waits.append((event, stream))
 
     def capturing(self) -> bool:
@@ -46,11 +68,14 @@ class Copies:
 
     made: list[tuple[int, int, list[Any]]] = field(default_factory=list)
     closed: bool = False
+    passed: bool = True
 
     def copy(self, pieces: Sequence[Any], after: Sequence[Any], behind: Any = None) -> str:
         (piece,) = pieces
         self.made.append((piece.at, piece.source._cdata, list(after)))
-        return f"copy {len(self.made)}"
+        event = Copied(f"copy {len(self.made)}")
+        event.copies = self
+        return event
 
     def close(self) -> None:
         self.closed = True
@@ -59,7 +84,10 @@ class Copies:
 class Asked:
     """Substitutes that ask when a test says so."""
 
+    made: ClassVar[list[Asked]] = []
+
     def __init__(self, ask: Any, buffer: torch.Tensor) -> None:
+        self.made.append(self)
         self.ask = ask
         self.reading: list[int] = []
         self.writers: dict[int, list[Any]] = {}
@@ -70,6 +98,9 @@ class Asked:
 
     def set(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
+
+    def close(self) -> None:
+        pass
 
     def renew(self, number: int) -> list[Any]:
         return self.writers.pop(number, [])
@@ -84,8 +115,11 @@ class Rig:
         self.tensors = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(weights)]
         buffer = torch.zeros(BUFFER, dtype=torch.uint8)
         self.streamer = Streamer(self.streams, self.copies, Asked, buffer)  # type: ignore[arg-type]
-        self.asked: Any = self.streamer._substitutes
-        self.streamer.stream([Weight(tensor) for tensor in self.tensors])
+        self.stream(self.tensors)
+
+    def stream(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.streamer.stream([(Weight(tensor), tensor) for tensor in tensors])
+        self.asked = Asked.made[-1]
 
     def read(self, number: int, *, written: bool = False) -> int:
         """An operator reads a weight, and has been launched when this returns."""
@@ -216,8 +250,8 @@ def test_nothing_is_copied_while_a_graph_is_captured(rig: Rig) -> None:
     assert rig.read(0) == IN_PLACE
 
 
-def test_a_weight_with_another_storage_by_now_is_read_where_it_lies(rig: Rig) -> None:
-    rig.tensors[0].data = torch.zeros(NBYTES, dtype=torch.uint8)
+def test_a_weight_whose_memory_is_another_by_now_is_read_where_it_lies(rig: Rig) -> None:
+    rig.tensors[0].untyped_storage().resize_(2 * NBYTES)
     rig.streamer.open()
     assert rig.read(0) == IN_PLACE
 
@@ -225,12 +259,84 @@ def test_a_weight_with_another_storage_by_now_is_read_where_it_lies(rig: Rig) ->
 def test_a_weight_that_the_buffer_does_not_hold_is_not_streamed() -> None:
     rig = Rig()
     large = torch.zeros(BUFFER + 1, dtype=torch.uint8)
-    rig.streamer.stream([Weight(large), Weight(rig.tensors[0])])
+    rig.stream([large, rig.tensors[0]])
     assert [tensor.numel() for tensor in rig.asked.tensors] == [NBYTES]
 
 
 def test_at_the_end_nothing_is_asked_for_any_more(rig: Rig) -> None:
     rig.run(0)
     rig.streamer.end()
-    assert not rig.asked.tensors
+    assert not Asked.made[-1].tensors
     assert rig.copies.closed
+
+
+def test_numbers_of_an_earlier_choice_mean_no_weights_of_a_later_one(rig: Rig) -> None:
+    """Who asks may have looked its number up before the choice changed."""
+    rig.streamer.open()
+    before = rig.asked
+    rig.stream(rig.tensors[3:])
+    rig.streamer.open()
+    assert before.ask(0, False) == IN_PLACE
+    assert rig.copied() == []
+
+
+def test_what_an_operator_reads_stays_while_the_choice_changes(rig: Rig) -> None:
+    rig.streamer.open()
+    before = rig.asked
+    before.reading.append(0)
+    at = rig.read(0)
+    rig.stream(rig.tensors[1:])
+    rig.streamer.open()
+    assert at not in {rig.read(number) for number in range(3)}
+    before.reading.clear()
+    assert {rig.read(number) for number in range(5)} >= {at}
+
+
+def test_a_signal_s_handler_that_runs_a_model_meanwhile_gets_no_copies(rig: Rig) -> None:
+    seen = []
+
+    def copy(*arguments: Any) -> str:
+        rig.streamer.close()
+        rig.streamer.open()
+        seen.append(rig.asked.ask(1, False))
+        return "copy"
+
+    rig.copies.copy = copy  # type: ignore[method-assign,assignment]
+    rig.streamer.open()
+    assert rig.read(0) != IN_PLACE
+    assert seen == [IN_PLACE]
+
+
+def test_after_an_interrupt_weights_are_read_where_they_lie_until_the_next_pass(rig: Rig) -> None:
+    rig.streamer.open()
+    rig.read(0)
+    rig.streams.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        rig.read(1)
+    rig.streams.fails = False
+    assert rig.read(0) == rig.read(1) == IN_PLACE
+    rig.asked.reading.append(0)
+    rig.streamer.close()
+    rig.streamer.open()
+    assert rig.read(1) == IN_PLACE  # an operator is reading the buffer
+    rig.asked.reading.clear()
+    rig.streamer.open()
+    assert len({rig.read(number) for number in range(3)} - {IN_PLACE}) == 3  # all of its room is there
+
+
+def test_the_memory_of_a_weight_stays_until_it_was_copied(rig: Rig) -> None:
+    rig.streamer.open()
+    rig.read(0)
+    storage = StorageWeakRef(rig.tensors[0].untyped_storage())
+    rig.tensors.clear()
+    rig.asked.tensors = ()
+    gc.collect()
+    rig.streamer.close()
+    rig.copies.passed = False
+    rig.streamer.open()
+    assert not storage.expired()
+    rig.streamer.close()
+    rig.copies.passed = True
+    rig.streamer.open()
+    gc.collect()
+    assert storage.expired()
