@@ -170,7 +170,7 @@ class PageAllocator:
             periods.step_over()
 
     def period_over(self, *, alone: bool = True) -> None:
-        """A period has ended on all GPUs; `alone` says that no other thread trains, see `Periods.period_over`."""
+        """A period has ended on all GPUs; `alone` says that no other thread runs a model, see `Periods.period_over`."""
         for _, periods in self._all():
             periods.period_over(alone=alone)
 
@@ -201,7 +201,7 @@ class PageAllocator:
             periods.expect_new_plans(peak, now=now)
 
     def spilled(self, device: torch.device) -> bool:
-        """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
+        """Whether more than streamed weights lies in DRAM: the GPU reads that over the same link as the migrator."""
         periods = self._known.get(device.index)
         return periods is not None and periods.residence.spilled
 
@@ -209,12 +209,6 @@ class PageAllocator:
         """Bytes of DRAM that the last period left mapped, without demoted state and weights."""
         periods = self._known.get(device.index)
         return periods.residence.overflow if periods is not None else 0
-
-    def settle(self, device: torch.device) -> None:
-        """Demote or promote state and weights as at the end of a period: a model that does not train has none."""
-        periods = self._of(device.index)
-        if periods is not None:
-            periods.residence.period_over(periods.core.glance().dram, alone=True)
 
     def residence(self, device: torch.device) -> Residence | None:
         """Which state and weights of a GPU lie in DRAM; None before its first request."""

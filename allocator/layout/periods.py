@@ -114,8 +114,8 @@ class Periods:
         Parameters
         ----------
         alone : bool
-            No other thread trains. If one does, no state moves: that thread may launch kernels that read the state at
-            any time, and while it moves it is mapped nowhere.
+            No other thread runs a model. If one does, neither state nor weights move: that thread may launch kernels
+            that read them at any time, and while they move they are mapped nowhere.
         """
         now = self.core.mark()
         before, self._departed = self._departed, now.departed

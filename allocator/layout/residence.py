@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.layout.demotion import Resident, demote_or_promote
 from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull
-from torch_tiers.allocator.sizes import PAGE, GiB
+from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
@@ -43,12 +43,13 @@ class Residence:
         self._device = device
         self._core = core
         self._claims = claims
-        self._periods = 0  # in a row that had something in DRAM
         self.spilled = False
+        # Periods in a row that had something in DRAM; the same but for weights, which may lie there; forwards.
+        self._periods = self._spilled = self._passes = 0
 
     def forget(self) -> None:
         """Take note that plans change: the periods before them say nothing of those to come."""
-        self._periods = 0
+        self._periods = self._spilled = 0
 
     def in_dram(self, address: int) -> bool:
         """Whether a block, or a part of it, lies in DRAM."""
@@ -67,15 +68,32 @@ class Residence:
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         self._periods = self._periods + 1 if dram else 0
-        self.overflow, self.spilled = 0, False
-        if not dram:
-            return False
-        core = self._core
-        weights = [Resident(each, nbytes, core.on(each, DRAM), True) for each, nbytes in self.weights().items()]
+        weights = self._weights() if dram else []
         dram -= sum(weight.in_dram for weight in weights)
-        self.overflow, self.spilled = max(0, dram - core.glance().dram_state), dram > 0
-        if self._periods < PATIENCE or not alone:
+        self._spilled = self._spilled + 1 if dram else 0
+        self.spilled, self.overflow = dram > 0, max(0, dram - self._core.glance().dram_state) if dram else 0
+        if not alone or (self._spilled if self.overflow else self._periods) < PATIENCE:
             return False
+        return self._move_some(weights, self.overflow)
+
+    def pass_over(self) -> None:
+        """Demote or promote weights between two forwards of a program that does not train, and so has no periods."""
+        self._passes += 1
+        if self._passes % PATIENCE == 0 and (dram := self._core.glance().dram):
+            weights = self._weights()
+            self._move_some(weights, max(0, dram - sum(weight.in_dram for weight in weights)))
+
+    def _weights(self) -> list[Resident]:
+        """Those that may lie in DRAM, and by how much: their whole pages."""
+        core, page, found = self._core, self._core.page_bytes, []
+        for address, nbytes in self.weights().items():
+            whole = (address + nbytes) // page * page - round_up(address, page)
+            if whole > 0:
+                found.append(Resident(address, whole, core.on(address, DRAM), True))
+        return found
+
+    def _move_some(self, weights: list[Resident], short: int) -> bool:
+        core = self._core
         blocks = core.blocks()
         # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
         # does, whatever its size.
@@ -84,7 +102,7 @@ class Residence:
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         demote, promote = demote_or_promote(
-            state + weights, short=self.overflow, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
+            state + weights, short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
         )
         moved = 0
         for tier, addresses in ((DRAM, demote), (HBM, promote)):
@@ -98,7 +116,11 @@ class Residence:
         return bool(moved and demote)
 
     def _move(self, address: int, tier: int) -> bool:
-        """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there."""
+        """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there.
+
+        The core waits for all streams, without the interpreter's lock. Meanwhile the block is mapped nowhere, so nobody
+        may launch what reads it.
+        """
         while True:
             try:
                 self._core.move(address, tier)

@@ -60,8 +60,8 @@ TN_API void tn_capture(tn_core *core, int begins);
 /* Count an OutOfMemoryError that the program got. */
 TN_API void tn_refused(tn_core *core);
 
-/* The class of the requests that follow. State that would take more than `most_hbm` bytes of HBM, all of it together,
- * goes to DRAM while that has room. */
+/* The class of the requests that follow. State beyond `most_hbm` more bytes of HBM than it has now goes to DRAM while
+ * that has room. */
 TN_API void tn_class(tn_core *core, int lifetime_class, uint64_t most_hbm);
 /* From now on (1) the calling thread's requests, to any core, are not part of the program's sequence; or they are again
  * (0). Calls nest. Such requests are not logged. They go where they fit in HBM, also into a layout's region: what is

@@ -147,7 +147,7 @@ class Core:
         Parameters
         ----------
         most_hbm : int
-            Bytes of HBM that state may take, all of it together. What follows goes to DRAM while that has room.
+            Bytes of HBM that state may take beyond what it has. What follows goes to DRAM while that has room.
         """
         self._library.tn_class(self._core, int(on), most_hbm)
 

@@ -1,4 +1,4 @@
-// What a core counts beyond its statistics: how much HBM is needed, and what was demoted.
+// What a core counts beyond its statistics: how much HBM is needed, and how much of what is in use was demoted.
 #include "state.h"
 
 using namespace tiers;

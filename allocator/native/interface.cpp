@@ -169,7 +169,7 @@ void tn_refused(tn_core *core) {
 void tn_class(tn_core *core, int lifetime_class, uint64_t most_hbm) {
   std::lock_guard<std::mutex> guard(core->mutex);
   core->lifetime_class = lifetime_class;
-  core->most_state = most_hbm;
+  core->most_state = most_hbm == UINT64_MAX ? most_hbm : core->state_in_hbm() + most_hbm;
 }
 
 void tn_off_sequence(int begins) { off_sequence += begins ? 1 : -1; }

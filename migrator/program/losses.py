@@ -31,7 +31,7 @@ class _Kept:
     """The losses of one device, and which of the program's they are."""
 
     def __init__(self, device: torch.device, most: int) -> None:
-        self.values = torch.zeros(most, dtype=torch.float64, device=device)  # it holds every type's exactly
+        self.values = torch.empty(most, dtype=torch.float64, device=device)  # it holds every type's exactly
         self.numbers, self.steps = array("q"), array("q")
 
 
@@ -57,7 +57,7 @@ class Losses:
         self._step = 1  # the one under way
         self._kept: dict[torch.device, _Kept] = {}
         self._optimizers = Optimizers()
-        self._lock = threading.Lock()  # between threads that call backward
+        self._lock = threading.RLock()  # between threads that call backward
         self._handle: Any = None
         self._plain: Any = None
         self._ours: Any = None

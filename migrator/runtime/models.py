@@ -42,6 +42,9 @@ class Models:
             self._known[model] = trains
         return True
 
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._known
+
     def forget(self, model: nn.Module) -> None:
         """Take no note of a model after all, as what was to be done with it was not."""
         with self._listing:

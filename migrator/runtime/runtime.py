@@ -193,8 +193,8 @@ class Runtime:
         if not self._progress.steps:
             pages.begin()
             return
-        with nullcontext() if saver.resting else saver.movers.untracked():
-            pages.period_over(alone=self._savers.is_alone)
+        with nullcontext() if saver.resting else saver.movers.untracked(), self._streaming.moving() as may:
+            pages.period_over(alone=may)
         if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.movers.armed):
             self._wake(saver)
 
@@ -222,7 +222,7 @@ class Runtime:
             return self._streaming.active
         self._recount_static()
         try:
-            self._models.check(self._streaming.beside)
+            self._models.check(self._streaming.hbm_saved)
         except BudgetTooSmall as error:
             self._refuse(error)
         return self._streaming.active
@@ -238,7 +238,7 @@ class Runtime:
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
                 held = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
-                compute.static = held - self._streaming.beside(compute.device)
+                compute.static = held - self._streaming.hbm_saved(compute.device)
 
     # -------------------------------------------------------------------------- iterations and steps
 

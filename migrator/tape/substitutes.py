@@ -41,7 +41,7 @@ class Substitutes:
         self._ask = ask
         self._buffer = buffer
         self._handle: native.Handle = library.substitute((), ask, buffer)
-        self.include_thread: Callable[[], None] = library.come_by
+        self.include_thread: Callable[[], None] = library.include_thread
 
     def set(self, tensors: Sequence[Tensor]) -> None:
         """Substitute the storages of these tensors: one for each, and its place is its number. To be called once."""

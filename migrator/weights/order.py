@@ -7,52 +7,78 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
-KINDS = 16  # of passes, at most: of a program that has ever new models the last ones
-MOST = 1 << 16  # reads that are remembered of a pass: of a program in which none ends
+KINDS = 16  # of passes that are remembered, at most: a program may have ever new models
+MOST = 1 << 16  # reads of a pass that are remembered, at most: a pass may have no end
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What the last pass of a kind read, and how far the present one has come in that.
+
+    Attributes
+    ----------
+    places : dict of int to list of int
+        Of each weight in `reads`, ascending.
+    next : int
+        The place of the read that is expected.
+    now : list of int
+        What the present pass has read so far.
+    """
+
+    reads: list[int] = field(default_factory=list)
+    places: dict[int, list[int]] = field(default_factory=dict)
+    next: int = 0
+    now: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Expect what was read until now."""
+        if self.now and self.now != self.reads:
+            self.reads, self.places = self.now, {}
+            for place, weight in enumerate(self.reads):
+                self.places.setdefault(weight, []).append(place)
+        self.now, self.next = [], 0
 
 
 class Order:
-    """What reads come next, while the pass goes as the one before of its kind did; and as far as it does."""
+    """The reads that come next, if the present pass goes as the last one of its kind did."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[list[int], dict[int, list[int]]]] = {}
-        self._reads: list[int] = []
-        self._places: dict[int, list[int]] = {}  # of each weight in `_reads`, ascending
-        self._next = 0  # the place of the read that is expected
-        self._kind: Hashable = None
-        self._now: list[int] = []
+        self._passes: dict[Hashable, _Pass] = {}  # the last one that began at the end
+        self._pass = _Pass()
 
     def begin(self, kind: Hashable) -> None:
-        """A pass begins, of this kind; what the one before read is what the next one of that kind is expected to."""
-        if self._now and self._now != self._reads:
-            places: dict[int, list[int]] = {}
-            for place, weight in enumerate(self._now):
-                places.setdefault(weight, []).append(place)
-            self._known.pop(self._kind, None)
-            self._known[self._kind] = self._now, places
-            if len(self._known) > KINDS:
-                del self._known[next(iter(self._known))]
-        self._kind, self._now, self._next = kind, [], 0
-        self._reads, self._places = self._known.get(kind, ([], {}))
+        """A pass of this kind begins."""
+        self._pass = self._passes.pop(kind) if kind in self._passes else _Pass()
+        self._pass.begin()
+        self._passes[kind] = self._pass
+        if len(self._passes) > KINDS:
+            del self._passes[next(iter(self._passes))]
+
+    def resume(self, kind: Hashable) -> None:
+        """The last pass of this kind goes on, after one of another kind in its midst, such as an evaluation."""
+        self._pass = self._passes.get(kind, self._pass)
 
     def read(self, weight: int) -> None:
         """A weight is read."""
-        if self._now and self._now[-1] == weight:
+        now = self._pass
+        if now.now and now.now[-1] == weight:
             return
-        if len(self._now) < MOST:
-            self._now.append(weight)
-        places = self._places.get(weight, [])
-        index = bisect_left(places, self._next)
-        if index < len(places):  # else it is read once more than the last time: the others come as they were to
-            self._next = places[index] + 1
+        if len(now.now) < MOST:
+            now.now.append(weight)
+        places = now.places.get(weight, [])
+        index = bisect_left(places, now.next)
+        if index < len(places):  # else it was not expected, and what was still is
+            now.next = places[index] + 1
 
     def coming(self) -> Iterator[int]:
         """The weights that are expected, the next one first; one that is read several times comes as often."""
-        return (self._reads[place] for place in range(self._next, len(self._reads)))
+        now = self._pass
+        return (now.reads[place] for place in range(now.next, len(now.reads)))
 
-    def until(self, weight: int) -> float:
-        """How many reads are expected before a weight is read again; infinity if it is not."""
-        places = self._places.get(weight, [])
-        index = bisect_left(places, self._next)
-        return places[index] - self._next if index < len(places) else float("inf")
+    def reads_before(self, weight: int) -> float:
+        """How many reads are expected before this weight is read again; infinity if that is not expected."""
+        places = self._pass.places.get(weight, [])
+        index = bisect_left(places, self._pass.next)
+        return places[index] - self._pass.next if index < len(places) else float("inf")

@@ -84,13 +84,15 @@ class Streamer:
         self._before: list[_Choice] = []  # that still have copies, as operators were reading them
         self._streams: set[Stream] = set()  # all that were given copies
         # The ends of streams when their last copy was given up: what lay there may be read until then.
-        self._behind: dict[Stream, Event] = {}
-        self._written: dict[Stream, Event] = {}  # the ends of what wrote weights last, as far as that is known
+        self._last_readers: dict[Stream, Event] = {}
+        # The ends of what wrote weights last, as far as that is known; and whoever had the buffer's memory before.
+        self._written: dict[Stream, Event] = {compute.stream(): compute.mark(compute.stream())}
         self._reading: deque[tuple[Event, torch.UntypedStorage]] = deque()  # what lanes read must not be unmapped
         self._open = False  # whether a model is within its forward or backward
         self._is_broken = False  # an exception came in between, such as an interrupt
-        # Backwards run in threads of their own. A signal's handler may run a model in the midst of what is done here:
-        # it is told by the owner, and gets no copies.
+        # Backwards run in threads of their own. An operator comes without the interpreter's lock, and takes that first,
+        # then this one, then the lane's. `Substitutes` has one, too, with which nobody waits for any other. A signal's
+        # handler may run a model in the midst of what is done here: it is told by the owner, and gets no copies.
         self._lock = threading.Lock()
         self._owner = 0
 
@@ -106,13 +108,17 @@ class Streamer:
 
     # ------------------------------------------------------------------------------ from the program
 
-    def stream(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
+    def set_weights(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
         """From now on stream these, as far as the buffer holds them, and no others; with a tensor on each."""
-        self._alone(self._stream, [(each, on) for each, on in weights if each.nbytes <= self.buffer.numel()])
+        self._alone(self._set_weights, [(each, on) for each, on in weights if each.nbytes <= self.buffer.numel()])
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins: see `Order.begin`."""
         self._alone(self._now.order.begin, kind)
+
+    def resume(self, kind: Hashable) -> None:
+        """A pass goes on: see `Order.resume`."""
+        self._alone(self._now.order.resume, kind)
 
     def open(self) -> None:
         """A forward or a backward begins in this thread, of an outermost module."""
@@ -125,7 +131,7 @@ class Streamer:
 
     def end(self) -> None:
         """Stream nothing any more; wait for copies that are under way, and for whoever reads them."""
-        self.stream(())
+        self.set_weights(())
         self._lane.close()
         if not self._compute.capturing():
             for stream in self._streams:
@@ -160,7 +166,7 @@ class Streamer:
         made.substitutes.set([tensor for _, tensor in weights])
         return made
 
-    def _stream(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
+    def _set_weights(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
         self._give_up_all()
         self._now.substitutes.close()  # first: a storage has one substitute
         self._before.append(self._now)
@@ -187,7 +193,7 @@ class Streamer:
             each.copies.clear()
         self._before.clear()
         self._room = ExtentMap(self.buffer.numel(), SLOT)
-        self._behind = {stream: self._compute.mark(stream) for stream in self._streams}
+        self._last_readers = {stream: self._compute.mark(stream) for stream in self._streams}
         self._is_broken = False
         return True
 
@@ -214,8 +220,10 @@ class Streamer:
         for number in order.coming():
             if number in copies:
                 continue
-            needed = order.until(number)
-            if self._fetch(number, [each for each in copies if order.until(each) > needed]) is None:
+            needed = order.reads_before(number)
+            if self._now.weights[number].storage() is None:  # it is gone, and the others are not
+                continue
+            if self._fetch(number, [each for each in copies if order.reads_before(each) > needed]) is None:
                 break
 
     def _fetch(self, number: int, others: Iterable[int]) -> _Copy | None:
@@ -225,26 +233,34 @@ class Streamer:
         storage = weight.storage()
         if storage is None:
             return None
-        left = sorted(others, key=now.order.until)
+        left = sorted(others, key=now.order.reads_before)
+        room = self._room.capacity - self._room.used + sum(now.weights[each].nbytes for each in left)
+        if room < weight.nbytes and not self._before:
+            return None  # though all of them went
         while (place := self._room.allocate(weight.nbytes)) is None:
             if not self._collect() and not any(self._give_up(now, left.pop()) for _ in range(len(left))):
                 return None
+        # First: what is written from here on is told when the weight is asked for. The marks have to be behind what was
+        # written until then, and the copy behind the marks.
         for stream in now.substitutes.renew(number):
             self._written[stream] = self._compute.mark(stream)
-        after = [*self._behind.values(), *self._written.values()]
+        after = [*self._last_readers.values(), *self._written.values()]
         ready = self._lane.copy([Piece(self._target, place.offset, storage, 0, weight.nbytes)], after)
         self._reading.append((ready, storage))
         copy = now.copies[number] = _Copy(place, ready)
         return copy
 
     def _give_up(self, choice: _Choice, number: int, *, but_for: int = 0) -> bool:
-        """Free the place of a copy, unless operators read it now, `but_for` so many; whether it is free."""
+        """Free the place of a copy, unless operators read it now; whether it is free.
+
+        Whoever asks counts as a reader already: `but_for` that one.
+        """
         if choice.substitutes.readers(number) > but_for:
             return False
         copy = choice.copies.pop(number)
         self._room.free(copy.place)
         for stream in copy.streams:
-            self._behind[stream] = self._compute.mark(stream)
+            self._last_readers[stream] = self._compute.mark(stream)
         return True
 
     def _give_up_all(self) -> None:

@@ -39,7 +39,8 @@ from torch_tiers.migrator.planner.build import plan_of
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
-from torch_tiers.migrator.runtime import devices, streaming
+from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.runtime import streamed_weights as of_runtime
 from torch_tiers.migrator.saved import learning_room
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -69,7 +70,7 @@ FAMILIES = (
     "replayed",
     "sessions",
     "storages",
-    "streamed_weights",
+    "streaming",
     "subclasses",
     "surprises",
     "threads",
@@ -187,10 +188,10 @@ def streamed() -> Iterator[None]:
     On a GPU under PyTorch's allocator they are streamed from HBM.
     """
     with (
-        mock.patch.object(streaming, "may_lie_in_dram", lambda *_: True),
-        mock.patch.object(streaming, "may_be_streamed", lambda nbytes, *_: nbytes > 0),
-        mock.patch.object(streaming, "to_stream", lambda sizes, *_: list(range(len(sizes)))),
-        mock.patch.object(streaming, "buffer_bytes", lambda sizes, _: 3 * max(sizes, default=0)),
+        mock.patch.object(of_runtime, "may_lie_in_dram", lambda *_: True),
+        mock.patch.object(of_runtime, "may_be_streamed", lambda nbytes, *_: nbytes > 0),
+        mock.patch.object(of_runtime, "to_stream", lambda sizes, *_: list(range(len(sizes)))),
+        mock.patch.object(of_runtime, "buffer_bytes", lambda sizes, _: 3 * max(sizes, default=0)),
     ):
         yield
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"
+NUMBER = r"([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan\b|inf\b))"
 PATTERN = rf"""\bloss\b["']?\s*[:=]?\s*["']?{NUMBER}"""
 """What most programs print: ``loss 2.5``, ``loss: 2.5``, ``loss=2.5``, ``'loss': '2.5'``."""
 

@@ -24,6 +24,7 @@ WAITED_FOR = {
     "h2d": "copies back from host memory (h2d)",
     "disk_write": "writes to a drive, as host memory was full (disk_write)",
     "disk_read": "reads from a drive (disk_read)",
+    "weights": "weights that lie in host memory (weights)",
     "gds_write": "writes from hbm to a drive (gds_write)",
     "gds_read": "reads from a drive into hbm (gds_read)",
 }
@@ -151,14 +152,13 @@ def look_at(told: Recorded, number: int) -> SlowStep:
     others = [k for k in _settled(told) if k != at]
     if not others:
         raise TiersError(f"step {number} has no other step beside it: let the program make more of them")
-    first, last = step_of(step.what)
-    seconds = [_seconds(each) / (step_of(each.what)[1] - step_of(each.what)[0] + 1) for each in told.steps]
+    seconds = [_seconds(each) / _count(each) for each in told.steps]
     median = statistics.median(seconds[k] for k in others)
     waited = _waits(told)
     found = []
     for cause in {cause for _, cause in waited}:
-        usual = statistics.median(waited.get((k, cause), 0.0) for k in others)
-        more = waited.get((at, cause), 0.0) / (last - first + 1) - usual
+        usual = statistics.median(waited.get((k, cause), 0.0) / _count(told.steps[k]) for k in others)
+        more = waited.get((at, cause), 0.0) / _count(step) - usual
         if more > WORTH * median:
             text = f"{_ms(more + usual)} were spent waiting for {WAITED_FOR.get(cause, cause)}, {_ms(usual)} as a rule"
             found.append(Cause(text, more))
@@ -266,6 +266,12 @@ def render(told: SlowStep, recomputing: float) -> Iterator[str]:
         yield f"recomputing is no cause: it takes {_ms(recomputing)} of every iteration, as predicted"
     if told.sampled:
         yield "waits of a GPU are a sample, so one may be missing here"
+
+
+def _count(step: Timed) -> int:
+    """How many steps that is: what passed long ago is told together."""
+    first, last = step_of(step.what)
+    return last - first + 1
 
 
 def _seconds(timed: Timed) -> float:

@@ -70,7 +70,7 @@ class Recorder(Protocol):
     def keep(self, substitutes: Handle, /) -> None:  # noqa: D102
         ...
 
-    def come_by(self) -> None:  # noqa: D102
+    def include_thread(self) -> None:  # noqa: D102
         ...
 
     def renew(self, substitutes: Handle, number: int, /) -> list[tuple[int, int, int]]:  # noqa: D102

@@ -57,7 +57,7 @@ void carry_out(const c10::OperatorHandle &op, c10::DispatchKeySet keys, c10::Dis
     return;
   }
   Substituted substituted(recorder().effects(op), *stack);
-  const Timed timed(op, keys);
+  const Timed timed(op, keys);  // after that: what the stream waits for a copy is not the operator's
   op.redispatchBoxed(below, stack);
   substituted.settle();
 }

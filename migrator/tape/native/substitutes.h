@@ -125,7 +125,7 @@ class Substitutes {
   }
 
  private:
-  std::mutex mutex_;
+  std::mutex mutex_;  // with which nobody waits for another lock
   std::unordered_map<const c10::StorageImpl *, std::shared_ptr<Substitute>> all_;
   std::atomic<size_t> count_ = 0;
 };
@@ -174,7 +174,7 @@ class Substituted {
       if (of_) --of_->readers;
     }
     Reading(Reading &&) = default;
-    Reading &operator=(Reading &&) = default;
+    Reading &operator=(Reading &&) = delete;
 
    private:
     std::shared_ptr<Substitute> of_;

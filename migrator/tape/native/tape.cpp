@@ -257,7 +257,7 @@ PyObject *clock_leave(PyObject *, PyObject *span) {
 }
 
 // substitute(tensors, ask, buffer): for as long as somebody has what this returns, operators of threads that have
-// called `come_by` read copies of the storages of these, which begin in `buffer` at the byte that `ask(number,
+// called `include_thread` read copies of the storages of these, which begin in `buffer` at the byte that `ask(number,
 // written)` returns; the storage itself for -1.
 PyObject *substitute(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
@@ -281,8 +281,8 @@ PyObject *keep(PyObject *, PyObject *handle) {
   });
 }
 
-// come_by(): operators of this thread read substitutes from now on.
-PyObject *come_by(PyObject *, PyObject *) {
+// include_thread(): operators of this thread read substitutes from now on.
+PyObject *include_thread(PyObject *, PyObject *) {
   c10::impl::tls_set_dispatch_key_included(kKey, true);
   Py_RETURN_NONE;
 }
@@ -402,7 +402,7 @@ PyMethodDef functions[] = {
     {"clock_leave", clock_leave, METH_O, nullptr},
     {"substitute", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(substitute)), METH_FASTCALL, nullptr},
     {"keep", keep, METH_O, nullptr},
-    {"come_by", come_by, METH_NOARGS, nullptr},
+    {"include_thread", include_thread, METH_NOARGS, nullptr},
     {"readers", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(readers)), METH_FASTCALL, nullptr},
     {"renew", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(renew)), METH_FASTCALL, nullptr},
     {"enter", enter, METH_O, nullptr},

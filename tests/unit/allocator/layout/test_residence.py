@@ -69,11 +69,43 @@ def test_weights_are_demoted_where_a_step_needs_their_room(
     assert sum(core.on(weight, DRAM) for weight in weights) >= NBYTES
 
 
-def test_a_model_that_does_not_train_settles_at_the_begins_of_its_forwards(
-    pages: OnOneCore, residence: Residence, weights: list[int], core: Core
+def test_a_model_that_does_not_train_settles_after_some_forwards(
+    residence: Residence, weights: list[int], core: Core
 ) -> None:
     residence.place(weights, ())
     for _ in range(PATIENCE):
         step(core, 4 * MiB)
-        pages.settle(GPU)
+        residence.pass_over()
     assert sum(core.on(weight, HBM) for weight in weights) >= NBYTES
+
+
+def test_what_an_evaluation_finds_says_nothing_of_the_periods(
+    pages: OnOneCore, residence: Residence, weights: list[int], core: Core
+) -> None:
+    pages.begin()
+    hot = core.allocate(40 * MiB)
+    assert core.on(hot, DRAM) > 0
+    for _ in range(PATIENCE - 1):
+        residence.pass_over()
+    assert (pages.overflow(GPU), pages.spilled(GPU)) == (0, False)
+    core.free(hot)
+
+
+def test_a_weight_of_which_no_more_can_move_is_not_demoted_again(pages: OnOneCore, core: Core) -> None:
+    """Whole pages move, and it begins and ends within some that it shares."""
+    core.allocate(3 * MiB)
+    weight = core.allocate(NBYTES)
+    core.allocate(3 * MiB)
+    pages.more(64 * MiB)
+    residence = pages.residence(GPU)
+    assert residence is not None
+    residence.weights = lambda: {weight: NBYTES}
+    residence.place([weight], ())
+    assert 0 < core.on(weight, DRAM) < NBYTES
+    core.limit(HBM, core.counts().hbm)
+    pages.begin()
+    for _ in range(2 * PATIENCE):
+        step(core, 32 * MiB)
+        waits = core.counts().waits
+        assert not residence.period_over(core.glance().dram, alone=True)
+        assert core.counts().waits == waits

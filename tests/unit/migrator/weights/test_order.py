@@ -13,7 +13,7 @@ def test_the_first_pass_expects_nothing() -> None:
     order = Order()
     passed(order, "step", 0, 1)
     assert list(order.coming()) == []
-    assert order.until(0) == float("inf")
+    assert order.reads_before(0) == float("inf")
 
 
 def test_a_pass_is_expected_to_read_what_the_one_before_did() -> None:
@@ -21,7 +21,7 @@ def test_a_pass_is_expected_to_read_what_the_one_before_did() -> None:
     passed(order, "step", 0, 1, 2, 2, 1, 0)
     passed(order, "step", 0)
     assert list(order.coming()) == [1, 2, 1, 0]
-    assert [order.until(weight) for weight in (0, 1, 2)] == [3, 0, 1]
+    assert [order.reads_before(weight) for weight in (0, 1, 2)] == [3, 0, 1]
 
 
 def test_each_kind_of_pass_has_an_order_of_its_own() -> None:
@@ -47,6 +47,20 @@ def test_reads_that_are_left_out_are_expected_no_more() -> None:
     passed(order, "step", 0, 1, 2, 3)
     passed(order, "step", 0, 2)
     assert list(order.coming()) == [3]
+
+
+def test_a_pass_goes_on_after_one_of_another_kind_in_its_midst() -> None:
+    """An evaluation between a forward and its backward."""
+    order = Order()
+    passed(order, "step", 0, 1, 2, 1, 0)
+    passed(order, "step", 0, 1, 2)
+    passed(order, "evaluation", 1, 0)
+    order.resume("step")
+    assert list(order.coming()) == [1, 0]
+    for weight in (1, 0):
+        order.read(weight)
+    passed(order, "step")
+    assert list(order.coming()) == [0, 1, 2, 1, 0]
 
 
 def test_a_pass_without_reads_leaves_the_order_as_it_was() -> None:

@@ -118,7 +118,7 @@ class Rig:
         self.stream(self.tensors)
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.streamer.stream([(Weight(tensor), tensor) for tensor in tensors])
+        self.streamer.set_weights([(Weight(tensor), tensor) for tensor in tensors])
         self.asked = Asked.made[-1]
 
     def read(self, number: int, *, written: bool = False) -> int:

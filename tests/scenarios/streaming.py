@@ -379,4 +379,4 @@ def is_asked_for_no_more_than_is_read(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main("streamed_weights")
+    main("streaming")
