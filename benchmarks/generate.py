@@ -40,13 +40,27 @@ def generate(size: str, device: str) -> dict[str, Any]:
             tokens = torch.cat((tokens[:, 1:], following), dim=1)
             following.tolist()  # waits for the device
             seconds.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(seconds[WARMUP:]), "weights": weights, "tokens": tokens.tolist()}
+    return {
+        "seconds": statistics.median(seconds[WARMUP:]),
+        "weights": weights,
+        "tokens": tokens.tolist(),
+        "demoted": demoted(),
+    }
+
+
+def demoted() -> int:
+    """Bytes of weights that lie in DRAM, where tiers is on."""
+    from torch_tiers.session import current
+
+    session = current()
+    return 0 if session is None else int(session.stats()["demoted"])
 
 
 def run(size: str, device: str, environ: dict[str, str]) -> dict[str, Any]:
     """Generate in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.generate", "--worker", "--size", size, "--device", device]
-    done = subprocess.run(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True, check=True)
+    others = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
+    done = subprocess.run(command, env={**others, **environ}, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -68,10 +82,10 @@ def main(arguments: list[str] | None = None) -> None:
         plain = run(given.size, given.device, {})
         tiers = run(given.size, given.device, {"TIERS_ALLOCATOR": given.allocator, "TIERS_HBM": given.hbm})
         same = "the same" if plain["tokens"] == tiers["tokens"] else "OTHER"
-        rate = plain["weights"] / tiers["seconds"] / 1e9
         print(
             f"plain {plain['seconds'] * 1e3:.1f} ms a token, in {given.hbm} {tiers['seconds'] * 1e3:.1f} ms, {same} "
-            f"tokens; {plain['weights'] / 1e9:.2f} GB of weights, which is {rate:.1f} GB/s"
+            f"tokens; {plain['weights'] / 1e9:.2f} GB of weights, of which {tiers['demoted'] / 1e9:.2f} GB in dram: "
+            f"{tiers['demoted'] / tiers['seconds'] / 1e9:.1f} GB/s"
         )
 
 
