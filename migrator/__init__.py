@@ -8,6 +8,7 @@ Each folder imports only from those below it.
 `recording`        records one iteration: a `model.trace`
 `recompute`        recomputes tensors, and tries whether that gives the same bits
 `offload`          offloads and prefetches groups of tensors, over `streams`; decides nothing
+`weights`          streams weights that do not fit, operator by operator
 `tape`, `program`  the operators that run; the modules, parameters and optimizers of the program
 `streams`          copies in both directions, the compute stream, and clocks
 `telemetry`        counters and the timeline
