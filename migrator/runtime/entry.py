@@ -40,8 +40,11 @@ class AlreadyActive(TiersError):
 class Listener(Protocol):
     """What a runtime is told."""
 
-    def enter(self, module: nn.Module) -> bool:
-        """A module is called in this thread, hooks of its own included; whether `leave` is to be called after that."""
+    def enter(self, module: nn.Module) -> object:
+        """A module is called in this thread, hooks of its own included; whether `leave` is to be called after that.
+
+        What is returned is held until then.
+        """
 
     def leave(self) -> None:
         """The call ends, also when it raised."""
@@ -133,7 +136,8 @@ def _stand_before_calls() -> None:
     @wraps(plain)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
         # Whoever has kept this function may call it when it is of no session any more.
-        if is_compiling() or _our_call is not call or not _to_enter(self):
+        # What is entered lives as long as this frame.
+        if is_compiling() or _our_call is not call or not (entered := _to_enter(self)):  # noqa: F841
             return plain(self, *args, **kwargs)
         try:
             return plain(self, *args, **kwargs)
@@ -165,7 +169,7 @@ def _tell_dynamo(old: Any, new: Any) -> None:
             dynamo.unpatched_nn_module_call = new
 
 
-def _enter(module: nn.Module) -> bool:
+def _enter(module: nn.Module) -> object:
     # TorchScript's tracer would take the operators that we try for the program's.
     return _active is not None and not torch._C._get_tracing_state() and _active.enter(module)
 
@@ -175,7 +179,7 @@ def _leave() -> None:
         _active.leave()
 
 
-_to_enter: Callable[[nn.Module], bool] = _enter
+_to_enter: Callable[[nn.Module], object] = _enter
 _to_leave: Callable[[], None] = _leave
 
 

@@ -114,14 +114,14 @@ class Runtime:
         """Return the hooks of this thread, if they are on."""
         return self._savers.thread.saver
 
-    def enter(self, module: nn.Module) -> bool:
+    def enter(self, module: nn.Module) -> object:
         """Take note that a forward begins in this thread; return whether `leave` is to be called when it ends.
 
         Most calls of modules within others do not come here: see `migrator/saved/native/calls.h`.
         """
         return self._time.timed(self._enter, module)
 
-    def _enter(self, module: nn.Module) -> bool:
+    def _enter(self, module: nn.Module) -> object:
         saver = self._savers.thread.saver or self._arm()
         if saver is None:
             return self._streaming.enter(module)

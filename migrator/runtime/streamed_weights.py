@@ -28,6 +28,7 @@ from torch_tiers.migrator.weights.weight import Weight
 log = logging.getLogger("tiers")
 
 LANE = "weights"
+ALIGNED = 64  # bytes: as PyTorch's own memory is, and the copies are
 LEAST = {"cuda": 4 * MiB, "cpu": 4096}  # bytes: smaller weights stay, as they are many and have few bytes together
 
 
@@ -85,7 +86,13 @@ class StreamedWeights:
 
     def _choose(self, device: torch.device, parameters: list[torch.Tensor], *, trains: bool) -> None:
         budget, weights = self._options().hbm(device), _unique(parameters)
-        eligible = [weight for weight in weights if may_be_streamed(weight.nbytes, budget, LEAST[device.type])]
+        eligible = [
+            weight
+            for weight, tensor in weights.items()
+            if may_be_streamed(weight.nbytes, budget, LEAST[device.type])
+            # Kernels choose their code path by alignment. And of what inference mode made nobody counts versions.
+            and not (weight.address % ALIGNED or tensor.is_inference())
+        ]
         sizes = [weight.nbytes for weight in eligible]
         fixed = of_program.bytes_on(device, self._models.tensors()) - sum(sizes)  # with buffers
         if trains:

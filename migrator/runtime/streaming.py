@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,21 @@ STEP = "step"  # the kind of a pass that trains
 _graph_task = torch._C._current_graph_task_id
 
 
+class Within:
+    """A thread is within a model, as long as this lives: the frame of the model's call has it.
+
+    An interrupt may keep the end of that call from us, and never keeps the frame.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
 class _Thread(threading.local):
-    root: int | None = None  # the model that it is within, without hooks
+    within: weakref.ref[Within] | None = None  # if it has no hooks
+
+    @property
+    def is_within(self) -> bool:
+        return self.within is not None and self.within() is not None
 
 
 class Streaming:
@@ -50,11 +64,10 @@ class Streaming:
         self._weights = StreamedWeights(options, models, devices, counters, self.moving)
         self._others = others
         self._thread = _Thread()
-        self._within = 0  # threads that are within a model, without hooks
-        # Held while weights move, so that no thread comes to be within a model meanwhile. Reentrant: a signal's handler
-        # may run one.
+        self._within: weakref.WeakSet[Within] = weakref.WeakSet()  # threads without hooks
+        # Held while weights are chosen and move, so that no thread comes to be within a model meanwhile. One for both,
+        # and reentrant: a signal's handler may run a model.
         self._entering = threading.RLock()
-        self._choosing = threading.RLock()
         self._pass_over = True  # of training
 
     @property
@@ -83,29 +96,27 @@ class Streaming:
         While they move they are mapped nowhere, and no other thread's kernels may read them.
         """
         with self._entering:
-            yield self._others() == 0 and self._within - (self._thread.root is not None) == 0
+            yield self._others() == 0 and len(self._within) - self._thread.is_within == 0
 
     # ----------------------------------------------------------------------- threads without hooks
 
-    def enter(self, module: nn.Module) -> bool:
-        """A module is called in a thread without hooks; return whether `leave` is to be called when it ends."""
-        thread = self._thread
-        # Of one whose end an interrupt has kept from us the next call is a new one.
-        if (thread.root is not None and thread.root != id(module)) or _is_no_pass():
-            return False
+    def enter(self, module: nn.Module) -> Within | None:
+        """A module is called in a thread without hooks; if `leave` is to be called when it ends, what it is to hold."""
+        if self._thread.is_within or _is_no_pass():
+            return None
         if not self.active and self._options().pages() is None and module in self._models:
-            return False
-        if thread.root is None:
-            with self._entering:
-                self._within += 1
-                thread.root = id(module)
+            return None
+        within = Within()
+        with self._entering:
+            self._within.add(within)
+            self._thread.within = weakref.ref(within)
         try:
             self.see(module)
             self.forward_begins(module)
         except BaseException:
             self._left()
             raise
-        return True
+        return within
 
     def leave(self, *, outermost: bool) -> None:
         """The call of a module has ended in this thread, perhaps of one that no other has called."""
@@ -114,17 +125,17 @@ class Streaming:
             self._close()
 
     def _left(self) -> None:
-        if self._thread.root is not None:
+        if self._thread.within is not None and (within := self._thread.within()) is not None:
             with self._entering:
-                self._within -= 1
-                self._thread.root = None
+                self._within.discard(within)
+                self._thread.within = None
 
     # --------------------------------------------------------------------------- begins and ends
 
     def see(self, module: nn.Module) -> bool:
         """Choose what is streamed, if this outermost module is new, or trains for the first time; whether it is."""
         trains = torch.is_grad_enabled()
-        with self._choosing:
+        with self._entering:
             is_new = self._models.add(module, trains=trains)
             if is_new:
                 try:
@@ -142,11 +153,11 @@ class Streaming:
         kind, begins = STEP if trains else id(root), not trains or self._pass_over
         self._close()
         if begins:
-            with self._choosing:
+            with self._entering:
                 if not self._weights.are_whole:
                     self._weights.choose(trains=trains)
                 for device in tuple(self._weights.streamers):
-                    self._weights.follow(device, trains=trains or self._thread.root is None)
+                    self._weights.follow(device, trains=trains or not self._thread.is_within)
         for streamer in self._streamers:
             if begins:
                 streamer.begin(kind)

@@ -62,7 +62,7 @@ class HookTensors(Tensors, Protocol):
         That goes by where the thread is, and by that storages of fewer than `least` bytes stay.
         """
 
-    def calls(self, enter: Callable[[nn.Module], bool], leave: Callable[[], None]) -> Calls:
+    def calls(self, enter: Callable[[nn.Module], object], leave: Callable[[], None]) -> Calls:
         """What is to be called around calls of modules: a shortcut in front of `enter` and `leave`."""
 
     def spent(self) -> HookTime:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ class Streamer:
             for stream in self._streams:
                 self._compute.mark(stream).synchronize()
 
-    def _ask(self, choice: _Choice, number: int, written: bool) -> int:
+    def ask(self, choice: _Choice, number: int, written: bool) -> int:
         """Where an operator that comes by finds a copy; see `Substitutes`."""
         if choice is not self._now or not self._open:
             return IN_PLACE
@@ -162,14 +163,17 @@ class Streamer:
 
     def _choice(self, weights: Sequence[tuple[Weight, Tensor]]) -> _Choice:
         made = _Choice([weight for weight, _ in weights])
-        made.substitutes = self._make(partial(self._ask, made), self.buffer)
+        # Weakly: Python's collector does not see what C++ holds.
+        made.substitutes = self._make(partial(_ask, ref(self), ref(made)), self.buffer)
         made.substitutes.set([tensor for _, tensor in weights])
         return made
 
     def _set_weights(self, weights: Sequence[tuple[Weight, Tensor]]) -> None:
         self._give_up_all()
         self._now.substitutes.close()  # first: a storage has one substitute
-        self._before.append(self._now)
+        self._collect()
+        if self._now.copies:
+            self._before.append(self._now)
         self._now = self._choice(weights)
 
     def _begin(self) -> None:
@@ -265,6 +269,8 @@ class Streamer:
 
     def _give_up_all(self) -> None:
         self._open = False
+        if self._is_broken:  # `_mend` does it
+            return
         for copy in self._now.copies.values():
             copy.outdated = True
         if not self._compute.capturing():  # into a graph no mark may go
@@ -276,3 +282,8 @@ class Streamer:
         freed = [self._give_up(each, number) for each in self._before for number in list(each.copies)]
         self._before = [each for each in self._before if each.copies]
         return any(freed)
+
+
+def _ask(streamer: ref[Streamer], choice: ref[_Choice], number: int, written: bool) -> int:
+    asked, of = streamer(), choice()
+    return IN_PLACE if asked is None or of is None else asked.ask(of, number, written)

@@ -207,7 +207,7 @@ Source::Ask asks(PyObject *object) {
   return [function = function_of(object)](size_t number, bool written) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
     int64_t start = -1;
-    std::string error;
+    std::optional<std::string> error;
     with_interpreter([&] {
       PyObject *result = PyObject_CallFunction(function.get(), "nO", Py_ssize_t(number), written ? Py_True : Py_False);
       if (result) start = PyLong_AsLongLong(result);
@@ -220,7 +220,7 @@ Source::Ask asks(PyObject *object) {
       }
       Py_XDECREF(result);
     });
-    if (!error.empty()) throw std::runtime_error(error);
+    if (error) throw std::runtime_error(*error);
     return start;
   };
 }

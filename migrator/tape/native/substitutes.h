@@ -39,9 +39,10 @@ struct Substitute {
   Counter counter;                   // of versions: operators that did not come by, as those of other threads, have it
   uint32_t seen = 0;                 // what it was when the last copy began
 
+  // Of a tensor that is gone nobody counts.
   bool has_other_version() const {
     const c10::VariableVersion version = counter.lock();
-    return version.enabled() && version.current_version() != seen;
+    return !version.enabled() || version.current_version() != seen;
   }
 };
 
@@ -206,11 +207,11 @@ class Substituted {
     auto found = substitutes().find(original);
     if (!found || found->is_received || original.layout() != c10::kStrided || original.key_set().has(kPython)) return;
     const std::shared_ptr<const Source> source = found->source;
-    const bool written = substitutes().is_written(*found);
-    const size_t number = found->number;
-    Reading reading(std::move(found));  // before it is asked for
-    const int64_t start = source->ask(number, written);
-    if (start < 0) return;
+    const Reading reading_now(found);  // before it is asked for
+    const int64_t start = source->ask(found->number, substitutes().is_written(*found));
+    // A signal's handler may have written it while it was copied.
+    if (start < 0 || substitutes().is_written(*found)) return;
+    Reading reading(std::move(found));
     at::Tensor alias(original.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
     alias.unsafeGetTensorImpl()->set_storage_keep_dtype(source->buffer);
     alias.unsafeGetTensorImpl()->set_storage_offset(original.storage_offset() + start / int64_t(original.itemsize()));
