@@ -76,9 +76,9 @@ void request_in_passing(tn_core *core, std::mt19937 &random, uint64_t fresh_pool
   if (tn_allocate(core, kMiB, 0, 0, &address) == TN_OK)
     expect(tn_free(core, address) == TN_OK, "what is off the sequence is freed");
   tn_off_sequence(0);
-  tn_class(core, TN_STATE);
+  tn_class(core, TN_STATE, UINT64_MAX);
   bool served = tn_allocate(core, kMiB, 0, 0, &address) == TN_OK;
-  tn_class(core, TN_ANY);
+  tn_class(core, TN_ANY, UINT64_MAX);
   if (served) {
     expect(tn_free(core, address) == TN_OK, "state can be freed");
     // Another thread may have the place by now.

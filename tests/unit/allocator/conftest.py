@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from torch_tiers.allocator.sizes import MiB
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Core]:
     made = Core("memfd", hbm=64 * MiB, dram=0)
     monkeypatch.setattr(adapter, "core_of", lambda library, device: made)
-    return made
+    yield made
+    made.close()  # each has terabytes of addresses, of which a process has some 128
 
 
 @pytest.fixture

@@ -22,7 +22,18 @@ ROOT = Path(__file__).parents[4]
 CORE = [
     ROOT / "allocator" / "native" / f"{name}.cpp"
     for name in (
-        *("core", "driver/cuda", "driver/memfd", "heap", "heap_pages", "interface", "layout", "packing", "pages"),
+        *(
+            "core",
+            "counts",
+            "driver/cuda",
+            "driver/memfd",
+            "heap",
+            "heap_pages",
+            "interface",
+            "layout",
+            "packing",
+            "pages",
+        ),
     )
 ]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
