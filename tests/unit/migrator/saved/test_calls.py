@@ -56,7 +56,7 @@ def test_a_module_within_another_is_entered_and_left() -> None:
     thread.calls.leave()
     assert place.here.path == ""
     thread.calls.leave()  # of a module that was entered before: nothing is left to leave
-    assert thread.long_way == ["enter"], "the outermost alone"
+    assert thread.long_way == ["enter", "leave"], "of the outermost alone"
 
 
 def test_what_is_not_plain_takes_the_long_way() -> None:
