@@ -79,9 +79,11 @@ class Residence:
     def pass_over(self) -> None:
         """Demote or promote weights between two forwards of a program that does not train, and so has no periods."""
         self._passes += 1
-        if self._passes % PATIENCE == 0 and (dram := self._core.glance().dram):
+        glance = self._core.glance()
+        if self._passes % PATIENCE == 0 and glance.dram:
             weights = self._weights()
-            self._move_some(weights, max(0, dram - sum(weight.in_dram for weight in weights)))
+            others = glance.dram - glance.dram_state - sum(weight.in_dram for weight in weights)
+            self._move_some(weights, max(0, others))
 
     def _weights(self) -> list[Resident]:
         """Those that may lie in DRAM, and by how much: their whole pages."""

@@ -101,10 +101,11 @@ class StreamedWeights:
         streamer, asked = self.streamers.get(device), (frozenset(weight.identity for weight in eligible), trains)
         if self._asked.get(device) == asked and self.are_whole:
             return  # another outermost module came, of the same weights
-        self._eligible[device], self._asked[device] = eligible, asked
+        self._asked[device] = asked
         if not chosen:
             self._end(device)  # a model is gone, perhaps, and HBM holds those that are left
             return
+        self._eligible[device] = eligible
         if self._substitutes is None:
             self._substitutes = self._options().substitutes()
             if self._substitutes is None:
@@ -154,6 +155,7 @@ class StreamedWeights:
 
     def _end(self, device: torch.device) -> None:
         left = dict(self.streamers)
+        self._eligible.pop(device, None)
         streamer = left.pop(device, None)
         self.streamers = left
         if streamer is not None:

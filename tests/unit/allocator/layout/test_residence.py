@@ -91,6 +91,20 @@ def test_what_an_evaluation_finds_says_nothing_of_the_periods(
     core.free(hot)
 
 
+def test_state_in_dram_is_no_reason_to_demote_weights_of_a_model_that_infers(
+    pages: OnOneCore, residence: Residence, weights: list[int], core: Core
+) -> None:
+    """It trained before, and its optimizer's state lies there."""
+    core.state(True, most_hbm=0)
+    core.allocate(NBYTES)
+    core.state(False)
+    assert core.glance().dram_state == NBYTES
+    core.limit(HBM, core.counts().hbm)
+    for _ in range(PATIENCE):
+        residence.pass_over()
+    assert all(core.on(weight, DRAM) == 0 for weight in weights)
+
+
 def test_a_weight_of_which_no_more_can_move_is_not_demoted_again(pages: OnOneCore, core: Core) -> None:
     """Whole pages move, and it begins and ends within some that it shares."""
     core.allocate(3 * MiB)
