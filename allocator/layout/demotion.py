@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 SPARE = 0.02  # of the budget: stays free when state is promoted, so that it is not demoted again at once
 
@@ -28,12 +29,12 @@ def demote_or_promote(
 ) -> tuple[list[int], list[int]]:
     """Blocks to demote to DRAM, the largest first, or blocks to promote to HBM, the smallest first.
 
-    State is demoted before weights, and promoted after them.
+    State is demoted before weights, and promoted after them. Of weights those are taken that lie evenly among the rest.
 
     Parameters
     ----------
     residents : sequence of Resident
-        All state, and the weights that may be streamed.
+        All state, and the weights that may be streamed, in the order of the model.
     short : int
         Bytes of DRAM that other blocks took in the last period: so many of these have to make room.
     spare : int
@@ -48,17 +49,38 @@ def demote_or_promote(
     demote, promote : list of int
         Addresses; at least one list is empty.
     """
+    weights = [block for block in residents if block.is_weight]
+    state = sorted((block for block in residents if not block.is_weight), key=attrgetter("nbytes"))
     if short > 0:
         demote = []
-        for block in sorted(residents, key=lambda block: (block.is_weight, -block.nbytes)):
+        for block in reversed(state):
             if short > 0 and block.in_dram < block.nbytes:
                 demote.append(block.address)
                 short -= block.nbytes - block.in_dram
-        return demote, []
+        in_hbm = [block for block in weights if block.in_dram < block.nbytes]
+        chosen = evenly([block.nbytes - block.in_dram for block in in_hbm], short)
+        return [*demote, *(in_hbm[place].address for place in chosen)], []
     promote = []
     spare -= int(SPARE * budget)
-    for block in sorted(residents, key=lambda block: (not block.is_weight, block.nbytes)):
+    in_dram = [block for block in weights if block.in_dram]
+    sizes = [block.nbytes + 2 * page for block in in_dram]
+    chosen = evenly(sizes, spare - max(sizes, default=0))  # which it may exceed by one
+    spare -= sum(sizes[place] for place in chosen)
+    promote = [in_dram[place].address for place in chosen]
+    for block in state:
         if block.in_dram and block.nbytes + 2 * page <= spare:
             promote.append(block.address)
             spare -= block.nbytes + 2 * page
     return [], promote
+
+
+def evenly(sizes: Sequence[int], nbytes: int) -> list[int]:
+    """Places in `sizes`, ascending and evenly among the rest, that have `nbytes` together, and less than one more."""
+    total, taken, passed = sum(sizes), 0, 0
+    places = []
+    for place, size in enumerate(sizes):
+        passed += size
+        if taken * total < passed * min(nbytes, total):
+            places.append(place)
+            taken += size
+    return places

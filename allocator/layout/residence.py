@@ -33,13 +33,11 @@ class Residence:
         Bytes for which the last period had no room in HBM: what lay in DRAM, without state and weights.
     spilled : bool
         Whether there was more in DRAM than weights: kernels read that over the link that the migrator uses.
-    weights : callable
-        Returns the weights that may lie in DRAM, as they are streamed from there: bytes by address.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
         self.overflow = 0
-        self.weights: Callable[[], Mapping[int, int]] = dict
+        self._weights: Callable[[], Mapping[int, int]] = dict
         self._device = device
         self._core = core
         self._claims = claims
@@ -55,12 +53,20 @@ class Residence:
         """Whether a block, or a part of it, lies in DRAM."""
         return self._core.on(address, DRAM) > 0
 
+    def set_weights(self, weights: Callable[[], Mapping[int, int]]) -> None:
+        """From now on these weights may lie in DRAM: `weights` returns bytes by address."""
+        self._weights = weights
+        self._periods = self._passes = PATIENCE - 1  # one tells: nothing is known of what else needs room
+
     def place(self, demote: Iterable[int], promote: Iterable[int]) -> None:
         """Demote these blocks and promote those, by address, as far as there is room. Not within a step."""
-        for tier, addresses in ((DRAM, demote), (HBM, promote)):
-            for address in addresses:
-                if self._core.on(address, HBM if tier == DRAM else DRAM) and not self._move(address, tier):
-                    break
+        for address in demote:
+            # Also what lies there already: it is to be known that it needs no HBM.
+            if (self.in_dram(address) or self._core.on(address, HBM)) and not self._move(address, DRAM):
+                break
+        for address in promote:
+            if self.in_dram(address) and not self._move(address, HBM):
+                break
 
     def period_over(self, dram: int, *, alone: bool) -> bool:
         """Demote to make room in HBM for the `dram` bytes in DRAM, or promote; whether anything was demoted.
@@ -68,13 +74,17 @@ class Residence:
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         self._periods = self._periods + 1 if dram else 0
-        weights = self._weights() if dram else []
-        dram -= sum(weight.in_dram for weight in weights)
+        weights = self._weights() if dram else {}
+        dram -= self._bytes_of_pages(weights)
         self._spilled = self._spilled + 1 if dram else 0
         self.spilled, self.overflow = dram > 0, max(0, dram - self._core.glance().dram_state) if dram else 0
-        if not alone or (self._spilled if self.overflow else self._periods) < PATIENCE:
+        if not alone:
             return False
-        return self._move_some(weights, self.overflow)
+        if not self.overflow:
+            return self._periods >= PATIENCE and self._move_some(weights, 0)
+        # Where weights are streamed no migrator needs less by then: what else lies in DRAM, kernels read over the link,
+        # which takes tens of times as long.
+        return (bool(weights) or self._spilled >= PATIENCE) and self._move_some(weights, self.overflow)
 
     def pass_over(self) -> None:
         """Demote or promote weights between two forwards of a program that does not train, and so has no periods."""
@@ -82,19 +92,26 @@ class Residence:
         glance = self._core.glance()
         if self._passes % PATIENCE == 0 and glance.dram:
             weights = self._weights()
-            others = glance.dram - glance.dram_state - sum(weight.in_dram for weight in weights)
-            self._move_some(weights, max(0, others))
+            self._move_some(weights, glance.dram - glance.dram_state - self._bytes_of_pages(weights))
 
-    def _weights(self) -> list[Resident]:
-        """Those that may lie in DRAM, and by how much: their whole pages."""
+    def _residents(self, weights: Mapping[int, int]) -> list[Resident]:
+        """By how much these lie in DRAM, and may: their whole pages."""
         core, page, found = self._core, self._core.page_bytes, []
-        for address, nbytes in self.weights().items():
+        for address, nbytes in weights.items():
             whole = (address + nbytes) // page * page - round_up(address, page)
             if whole > 0:
                 found.append(Resident(address, whole, core.on(address, DRAM), True))
         return found
 
-    def _move_some(self, weights: list[Resident], short: int) -> bool:
+    def _bytes_of_pages(self, weights: Mapping[int, int]) -> int:
+        """Bytes of the pages in DRAM that these have a part of. One that two have a part of counts once."""
+        page, total, end = self._core.page_bytes, 0, 0
+        for address, nbytes in sorted(weights.items()):
+            begin, end = max(end, address // page * page), round_up(address + nbytes, page)
+            total += self._core.pages_on(begin, end - begin, DRAM)
+        return total
+
+    def _move_some(self, weights: Mapping[int, int], short: int) -> bool:
         core = self._core
         blocks = core.blocks()
         # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
@@ -104,7 +121,7 @@ class Residence:
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         demote, promote = demote_or_promote(
-            state + weights, short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
+            state + self._residents(weights), short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
         )
         moved = 0
         for tier, addresses in ((DRAM, demote), (HBM, promote)):

@@ -137,9 +137,8 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
             f"the native core cannot be loaded ({error}): install the package again where a C++ compiler is"
         ) from error
     core.tn_last_error.restype = ctypes.c_char_p
-    core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = (
-        core.tn_lap.restype
-    ) = core.tn_retries.restype = core.tn_delayed.restype = core.tn_page_bytes.restype = U64
+    for name in ("log", "blocks", "on", "pages_on", "pool_used", "lap", "retries", "delayed", "page_bytes"):
+        getattr(core, f"tn_{name}").restype = U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
     core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, U64, ctypes.c_void_p, P64]
@@ -165,6 +164,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_forget_layout": [U64],
         "tn_move": [U64, ctypes.c_int],
         "tn_on": [U64, ctypes.c_int],
+        "tn_pages_on": [U64, U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(Stats)],
         "tn_get_glance": [ctypes.POINTER(Glance)],
         "tn_retries": [],

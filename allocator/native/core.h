@@ -127,10 +127,14 @@ TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births,
 
 /* ---- Where memory lies ---- */
 
-/* Move the whole pages of a block to `tier`, under the same address. Waits for all streams, or is TN_BUSY. */
+/* Move the pages of a block to `tier`, under the same address; on DRAM it needs no HBM from then on. Those that it has
+ * a part of go to HBM; to DRAM only if it is state, as what lies beside it may be read more often. Waits for all
+ * streams, or is TN_BUSY, unless all of them lie there already. */
 TN_API int tn_move(tn_core *core, uint64_t address, int tier);
 /* Bytes of a block that lie on `tier`. */
 TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);
+/* Bytes of the pages on `tier` that `bytes` from `address` on, all of one range of addresses, have a part of. */
+TN_API uint64_t tn_pages_on(tn_core *core, uint64_t address, uint64_t bytes, int tier);
 
 /* Let another GPU access all memory of this core, now and later: its kernels, and copies past the host. */
 TN_API int tn_share(tn_core *core, int device);

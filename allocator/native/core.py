@@ -206,9 +206,10 @@ class Core:
         self._library.tn_forget_layout(self._core, expected)
 
     def move(self, address: int, tier: int) -> None:
-        """Move a block's whole pages to `tier`, under the same address; waits for all streams.
+        """Move a block's pages to `tier`, under the same address; waits for all streams, unless they lie there.
 
-        If it is state, pages that it shares with other state move, too.
+        From then on what of it lies in DRAM needs no HBM. Pages that it has a part of move to HBM; to DRAM only if it
+        is state, as what lies beside it may be read more often.
 
         Raises
         ------
@@ -222,6 +223,10 @@ class Core:
     def on(self, address: int, tier: int) -> int:
         """Bytes of a block that lie on `tier`."""
         return int(self._library.tn_on(self._core, address, tier))
+
+    def pages_on(self, address: int, nbytes: int, tier: int) -> int:
+        """Bytes of the pages on `tier` that these have a part of; they belong to blocks that lie beside each other."""
+        return int(self._library.tn_pages_on(self._core, address, nbytes, tier))
 
     def glance(self) -> Glance:
         """The few counters that are read after every period: of requests, and of DRAM."""

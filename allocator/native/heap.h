@@ -88,11 +88,16 @@ class Heap {
   Status map_missing(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
+  // Bytes of the pages on `tier` that `[address, address + bytes)` has a part of.
+  uint64_t pages_on(Tier tier, uint64_t address, uint64_t bytes) const;
   // How many of its pages lie on `tier`.
   uint64_t pages_on(Tier tier) const;
-  // Put the whole pages within `[address, address + bytes)` on pages of `tier`, of state also those that it has a part
-  // of: what they hold moves along. Nothing may be at work on them.
+  // Put the pages under `[address, address + bytes)` on pages of `tier`: what they hold moves along. Those at the ends,
+  // which others have a part of, go to HBM; to DRAM only where they are state's, as those others are read as rarely.
+  // Nothing may be at work on them.
   Status move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias);
+  // Whether `move` would find all of them there.
+  bool moved(uint64_t address, uint64_t bytes, Tier tier) const;
 
   // Have another GPU reach what is mapped, too.
   Status share(int device);
@@ -124,6 +129,9 @@ class Heap {
   Status unmap(uint64_t address, uint64_t count);
   uint64_t run(uint64_t page) const;  // how many pages are mapped, one after the other, from this one on
   uint64_t index(uint64_t address) const { return (address - base_) / page_; }
+
+  // Which pages `move` moves, from one up to another.
+  Range to_move(uint64_t address, uint64_t bytes, Tier tier) const;
 
   struct Page {
     Handle handle = 0;

@@ -89,6 +89,11 @@ uint64_t Heap::on(Tier tier, uint64_t address, uint64_t bytes) const {
   return sum;
 }
 
+uint64_t Heap::pages_on(Tier tier, uint64_t address, uint64_t bytes) const {
+  const uint64_t begin = down(address, page_);
+  return on(tier, begin, up(address + bytes, page_) - begin);
+}
+
 uint64_t Heap::pages_on(Tier tier) const {
   return std::count_if(table_.begin(), table_.end(),
                        [&](const Page &page) { return page.handle && page.tier == tier; });
@@ -103,13 +108,16 @@ Status clear(Alias &alias, Primitives &primitives, Pages &pages) {
   return status;
 }
 
+Range Heap::to_move(uint64_t address, uint64_t bytes, Tier tier) const {
+  const uint64_t end = address + bytes;
+  if (state_ || tier == kHbm) return {index(down(address, page_)), index(up(end, page_))};
+  return {index(up(address, page_)), index(down(end, page_))};
+}
+
 Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
   Status cleared = clear(alias, primitives_, pages_[alias.tier]);
   if (cleared != Status::Ok) return cleared;
-  // What else lies on the pages at its ends is state, too: it is read as rarely.
-  uint64_t end = address + bytes;
-  uint64_t page = index(state_ ? down(address, page_) : up(address, page_));
-  uint64_t last = index(state_ ? up(end, page_) : down(end, page_));
+  auto [page, last] = to_move(address, bytes, tier);
   while (page < last) {
     if (!table_[page].handle || table_[page].tier == tier) {
       ++page;
@@ -154,6 +162,13 @@ Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
     page += count;
   }
   return Status::Ok;
+}
+
+bool Heap::moved(uint64_t address, uint64_t bytes, Tier tier) const {
+  const Range all = to_move(address, bytes, tier);
+  for (uint64_t page = all.begin; page < all.end; ++page)
+    if (table_[page].handle && table_[page].tier != tier) return false;
+  return true;
 }
 
 uint64_t Heap::run(uint64_t page) const {

@@ -298,9 +298,12 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     Heap *heap = core->heap_of(address);
     Block *block = heap ? heap->find(address) : nullptr;
     if (!block || tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such block, or no such tier");
-    Status status = core->wait_for_all();
-    if (status != Status::Ok) return status;
-    status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
+    Status status = Status::Ok;
+    if (!heap->moved(block->address, block->bytes, Tier(tier))) {
+      status = core->wait_for_all();
+      if (status != Status::Ok) return status;
+      status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
+    }
     core->demote(block, heap->on(kDram, block->address, block->bytes));
     if (tier != kHbm) return status;
     // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would be demoted
@@ -315,6 +318,12 @@ uint64_t tn_on(tn_core *core, uint64_t address, int tier) {
   Heap *heap = core->heap_of(address);
   Block *block = heap ? heap->find(address) : nullptr;
   return block ? heap->on(Tier(tier), block->address, block->bytes) : 0;
+}
+
+uint64_t tn_pages_on(tn_core *core, uint64_t address, uint64_t bytes, int tier) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  Heap *heap = core->heap_of(address);
+  return heap ? heap->pages_on(Tier(tier), address, bytes) : 0;
 }
 
 void tn_get_stats(tn_core *core, tn_stats *out) {

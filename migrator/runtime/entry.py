@@ -29,6 +29,7 @@ from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.saved.tensors import Calls, HookTensors
 from torch_tiers.migrator.streams import peaks
 from torch_tiers.migrator.streams.host import HostCompute
+from torch_tiers.migrator.weights.streamer import place_of_copy
 
 log = logging.getLogger("tiers")
 
@@ -292,7 +293,8 @@ def _keep_dynamo_out() -> None:
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
-    by_the_shortcut = (Mover.take, Mover.restore, Saver.drop, Saver.note, Replay.run, *of_engines)
+    of_movers_and_savers = (Mover.take, Mover.restore, Saver.drop, Saver.note, Saver.bypass)
+    by_the_shortcut = (*of_movers_and_savers, Replay.run, *of_engines, place_of_copy)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)
     entries = (_enter, _leave, _step_aside, _step_back, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):

@@ -111,11 +111,10 @@ class StreamedWeights:
             if self._substitutes is None:
                 return  # to read them where they lie would take far longer than what is gained
         if (residence := self.residence(device)) is not None:
-            residence.weights = partial(_by_address, eligible)
+            residence.set_weights(partial(_by_address, eligible))
             with self._moving() as may:
                 if may:
-                    stay = (weight.address for weight in eligible if weight not in chosen)
-                    residence.place([weight.address for weight in chosen], stay)
+                    residence.place([weight.address for weight in chosen], self._others(device, chosen))
         if streamer is None:  # not before there is room for its buffer
             streamer = self._open(device, self._substitutes, buffer_bytes(sizes, budget))
         if residence is not None:
@@ -128,6 +127,15 @@ class StreamedWeights:
             "%s of weights of %s are streamed from dram, as hbm is %s",
             *(format_size(nbytes) for nbytes in (streamer.nbytes, sum(weight.nbytes for weight in weights), budget)),
         )
+
+    def _others(self, device: torch.device, chosen: Collection[Weight]) -> list[int]:
+        """Addresses of all tensors of models but these weights, the smallest first: they are read where they lie."""
+        tensors = (tensor for tensor in self._models.tensors() if tensor.device == device)
+        storages = sorted(
+            {(tensor.untyped_storage().nbytes(), tensor.untyped_storage().data_ptr()) for tensor in tensors}
+        )
+        streamed = {weight.address for weight in chosen}
+        return [address for _, address in storages if address not in streamed]
 
     def _open(self, device: torch.device, substitutes: MakeSubstitutes, buffer: int) -> Streamer:
         compute = self._devices.open(device, self._options()).compute
@@ -161,7 +169,7 @@ class StreamedWeights:
         if streamer is not None:
             streamer.end()
             if (residence := self.residence(device)) is not None:
-                residence.weights = dict
+                residence.set_weights(dict)
 
     def close(self) -> None:
         """Stream nothing any more; wait for copies that are under way."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_tiers.allocator.layout.demotion import evenly
+
 LEAST = 1 / 8  # of the budget: with less for activations and the like, weights are streamed
 OTHERS = 1 / 4  # of the budget: left for those then, until it is known what they take
 BUFFER = 1 / 8  # of the budget: where copies of streamed weights lie
@@ -47,12 +49,5 @@ def to_stream(weights: Sequence[int], fixed: int, budget: int) -> list[int]:
     total = sum(weights)
     if not total or total + fixed <= budget * (1 - LEAST):
         return []
-    room = budget * (1 - OTHERS) - fixed - buffer_bytes(weights, budget)
-    share = min(1.0, (total - max(0.0, room)) / total)
-    streamed, owed = [], 0.0
-    for place, nbytes in enumerate(weights):
-        owed += share * nbytes
-        if share == 1.0 or owed >= nbytes / 2:
-            streamed.append(place)
-            owed -= nbytes
-    return streamed
+    room = int(budget * (1 - OTHERS)) - fixed - buffer_bytes(weights, budget)
+    return evenly(weights, total - max(0, room))

@@ -164,7 +164,7 @@ class Streamer:
     def _choice(self, weights: Sequence[tuple[Weight, Tensor]]) -> _Choice:
         made = _Choice([weight for weight, _ in weights])
         # Weakly: Python's collector does not see what C++ holds.
-        made.substitutes = self._make(partial(_ask, ref(self), ref(made)), self.buffer)
+        made.substitutes = self._make(partial(place_of_copy, ref(self), ref(made)), self.buffer)
         made.substitutes.set([tensor for _, tensor in weights])
         return made
 
@@ -284,6 +284,7 @@ class Streamer:
         return any(freed)
 
 
-def _ask(streamer: ref[Streamer], choice: ref[_Choice], number: int, written: bool) -> int:
+def place_of_copy(streamer: ref[Streamer], choice: ref[_Choice], number: int, written: bool) -> int:
+    """Answer what `Substitutes` ask, unless nobody streams any more."""
     asked, of = streamer(), choice()
     return IN_PLACE if asked is None or of is None else asked.ask(of, number, written)

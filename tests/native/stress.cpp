@@ -62,6 +62,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
     expect(tn_block_of(core, one.address + one.bytes - 1, &begin, &bytes) == TN_OK && begin == one.address,
            "a core knows where a block begins");
     tn_on(core, one.address, random() % 2);
+    tn_pages_on(core, one.address, one.bytes, random() % 2);
   }
   uint64_t bytes[2] = {kMiB, kMiB}, offsets[2], most = 0;
   int64_t births[2] = {0, 1}, deaths[2] = {2, 3};

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch_tiers.allocator.layout.demotion import Resident, demote_or_promote
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_tiers.allocator.layout.demotion import Resident, demote_or_promote, evenly
 
 HBM = [Resident(1, 100, 0), Resident(2, 300, 0), Resident(3, 200, 0)]
 DEMOTED = [Resident(1, 100, 100), Resident(2, 300, 300), Resident(3, 200, 0)]
@@ -36,3 +39,18 @@ def test_state_is_demoted_before_weights_and_promoted_after_them() -> None:
     assert demote_or_promote([weight, *HBM], short=700, spare=0, budget=1000) == ([2, 3, 1, 9], [])
     demoted = Resident(9, 400, 400, is_weight=True)
     assert demote_or_promote([*DEMOTED, demoted], short=0, spare=520, budget=1000) == ([], [9, 1])
+
+
+def test_weights_that_move_lie_evenly_among_those_that_do_not() -> None:
+    """So the computation of those that stay hides the copies of those that do not."""
+    weights = [Resident(k, 100, 0, is_weight=True) for k in range(12)]
+    assert demote_or_promote(weights, short=400, spare=0, budget=1000) == ([0, 3, 6, 9], [])
+    in_dram = [Resident(k, 100, 100, is_weight=True) for k in range(12)]
+    assert demote_or_promote(in_dram, short=0, spare=520, budget=1000) == ([], [0, 3, 6, 9])
+
+
+@given(st.lists(st.integers(1, 1000), max_size=30), st.integers(-100, 20_000))
+def test_as_much_is_taken_as_is_asked_for_and_less_than_one_more(sizes: list[int], nbytes: int) -> None:
+    taken = sum(sizes[place] for place in evenly(sizes, nbytes))
+    wanted = max(0, min(nbytes, sum(sizes)))
+    assert wanted <= taken < wanted + max(sizes, default=0) + 1

@@ -24,7 +24,7 @@ def residence(pages: OnOneCore, weights: list[int]) -> Residence:
     pages.more(64 * MiB)
     found = pages.residence(GPU)
     assert found is not None
-    found.weights = lambda: dict.fromkeys(weights, NBYTES)
+    found.set_weights(lambda: dict.fromkeys(weights, NBYTES))
     return found
 
 
@@ -53,29 +53,86 @@ def test_weights_are_promoted_where_a_step_leaves_room(
 ) -> None:
     residence.place(weights, ())
     pages.begin()
-    for _ in range(PATIENCE):
-        step(core, 4 * MiB)
-        pages.period_over()
+    step(core, 4 * MiB)
+    pages.period_over()
     assert sum(core.on(weight, HBM) for weight in weights) >= NBYTES
 
 
-def test_weights_are_demoted_where_a_step_needs_their_room(
+def test_weights_are_demoted_after_the_first_step_that_needs_their_room(
     pages: OnOneCore, residence: Residence, weights: list[int], core: Core
 ) -> None:
+    """What lies in DRAM in their place is read over the link many times."""
     pages.begin()
-    for _ in range(PATIENCE):
-        step(core, 24 * MiB, 24 * MiB)
-        pages.period_over()
+    step(core, 24 * MiB, 24 * MiB)
+    pages.period_over()
     assert sum(core.on(weight, DRAM) for weight in weights) >= NBYTES
+    step(core, 24 * MiB, 24 * MiB)
+    pages.period_over()
+    assert pages.overflow(GPU) == 0
 
 
-def test_a_model_that_does_not_train_settles_after_some_forwards(
+def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCore, core: Core) -> None:
+    pages.more(64 * MiB)
+    core.state(True, most_hbm=0)
+    state = core.allocate(NBYTES)
+    core.state(False)
+    pages.begin()
+    for _ in range(PATIENCE - 1):
+        step(core, 24 * MiB, 48 * MiB)
+        pages.period_over()
+    assert pages.overflow(GPU) > 0
+    assert core.on(state, HBM) == 0
+
+
+def test_the_ends_of_weights_are_not_taken_for_what_hbm_has_no_room_for(pages: OnOneCore, core: Core) -> None:
+    """A model was loaded where HBM was full, so they came to lie on pages of DRAM, too."""
+    core.limit(HBM, core.counts().hbm)
+    pages.more(64 * MiB)
+    weights = [core.allocate(3 * MiB + 512) for _ in range(4)]
+    residence = pages.residence(GPU)
+    assert residence is not None
+    residence.set_weights(lambda: dict.fromkeys(weights, 3 * MiB + 512))
+    for _ in range(PATIENCE):
+        residence.pass_over()
+    pages.begin()
+    pages.period_over()
+    assert pages.overflow(GPU) == 0
+
+
+def test_what_stays_in_hbm_comes_there_with_the_pages_that_it_has_a_part_of(pages: OnOneCore, core: Core) -> None:
+    limit = core.counts().hbm_limit
+    core.limit(HBM, core.counts().hbm)
+    pages.more(64 * MiB)
+    small, weight = core.allocate(256 * 1024), core.allocate(NBYTES)
+    core.limit(HBM, limit)
+    residence = pages.residence(GPU)
+    assert residence is not None
+    residence.place([weight], [small])
+    assert core.on(small, HBM) == 256 * 1024
+    assert core.on(weight, DRAM) > NBYTES // 2
+
+
+def test_weights_that_lie_in_dram_since_they_were_loaded_are_not_counted_as_needed(
+    pages: OnOneCore, core: Core
+) -> None:
+    core.limit(HBM, core.counts().hbm)
+    pages.more(64 * MiB)
+    weight = core.allocate(NBYTES)
+    before = core.counts().demoted
+    residence = pages.residence(GPU)
+    assert residence is not None
+    waits = core.counts().waits
+    residence.place([weight], ())
+    assert core.counts().demoted - before >= NBYTES - 2 * core.page_bytes
+    assert core.counts().waits == waits, "nothing had to move"
+
+
+def test_a_model_that_does_not_train_settles_after_its_first_forward(
     residence: Residence, weights: list[int], core: Core
 ) -> None:
     residence.place(weights, ())
-    for _ in range(PATIENCE):
-        step(core, 4 * MiB)
-        residence.pass_over()
+    step(core, 4 * MiB)
+    residence.pass_over()
     assert sum(core.on(weight, HBM) for weight in weights) >= NBYTES
 
 
@@ -113,7 +170,7 @@ def test_a_weight_of_which_no_more_can_move_is_not_demoted_again(pages: OnOneCor
     pages.more(64 * MiB)
     residence = pages.residence(GPU)
     assert residence is not None
-    residence.weights = lambda: {weight: NBYTES}
+    residence.set_weights(lambda: {weight: NBYTES})
     residence.place([weight], ())
     assert 0 < core.on(weight, DRAM) < NBYTES
     core.limit(HBM, core.counts().hbm)
