@@ -74,17 +74,21 @@ class Residence:
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         self._periods = self._periods + 1 if dram else 0
-        weights = self._weights() if dram else {}
-        dram -= self._bytes_of_pages(weights)
+        weights = self._weights()
+        of_weights = self._bytes_of_pages(weights)
+        dram -= of_weights
         self._spilled = self._spilled + 1 if dram else 0
-        self.spilled, self.overflow = dram > 0, max(0, dram - self._core.glance().dram_state) if dram else 0
+        glance = self._core.glance()
+        self.spilled, self.overflow = dram > 0, max(0, dram - glance.dram_state) if dram else 0
         if not alone:
             return False
-        if not self.overflow:
-            return self._periods >= PATIENCE and self._move_some(weights, 0)
-        # Where weights are streamed no migrator needs less by then: what else lies in DRAM, kernels read over the link,
-        # which takes tens of times as long.
-        return (bool(weights) or self._spilled >= PATIENCE) and self._move_some(weights, self.overflow)
+        # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
+        # that takes tens of times as long. Some of it may have been unmapped by now.
+        short = glance.dram_peak - glance.dram_state - of_weights if weights else 0
+        if short > 0:
+            return self._move_some(weights, short)
+        settled = self._spilled if self.overflow else self._periods
+        return settled >= PATIENCE and self._move_some(weights, self.overflow)
 
     def pass_over(self) -> None:
         """Demote or promote weights between two forwards of a program that does not train, and so has no periods."""

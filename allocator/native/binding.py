@@ -107,6 +107,8 @@ class Glance(ctypes.Structure):
         Requests of the period under way, so far.
     repeated : int
         Whether the last period had the same requests, at the same events, as the one before it.
+    dram_peak : int
+        The most that `dram` was in the last period, at the end of which idle pages may have been unmapped.
     """
 
     departed: int
@@ -116,8 +118,10 @@ class Glance(ctypes.Structure):
     came: int
     requests: int
     repeated: int
+    dram_peak: int
     _fields_: ClassVar[list[Any]] = [
-        (name, ctypes.c_int64) for name in ("departed", "dram", "dram_state", "present", "came", "requests", "repeated")
+        (name, ctypes.c_int64)
+        for name in ("departed", "dram", "dram_state", "present", "came", "requests", "repeated", "dram_peak")
     ]
 
 

@@ -40,7 +40,8 @@ tn_glance glance(const tn_core &core) {
           int64_t(core.layout.present),
           int64_t(core.layout.came),
           int64_t(core.log[0].requests.size()),
-          core.log[1].repeats(core.log[2])};
+          core.log[1].repeats(core.log[2]),
+          int64_t(core.dram_peak * core.page)};
 }
 
 }  // namespace
@@ -231,6 +232,7 @@ void tn_mark(tn_core *core, tn_glance *out) {
   core->log[0].requests.clear();
   core->log[0].events = core->log[0].sum = 0;
   ++core->period;
+  core->dram_peak = core->pages[kDram].take_recent_peak();
   core->no_growth = 0;
   core->layout.came = core->layout.next;
   core->layout.next = 0;

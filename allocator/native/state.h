@@ -115,6 +115,7 @@ struct tn_core {
   int captures = 0;                  // of graphs that may be under way
   tiers::Log log[3];                 // of the present period, the one before, and the one before that
   uint32_t period = 0;
+  uint64_t dram_peak = 0;  // pages, in the last one
   tiers::Layout layout;
   tn_stats stats{};
   std::atomic<int64_t> delayed{0};  // nanoseconds, of requests for which pages were to be mapped

@@ -21,7 +21,7 @@ from torch_tiers.migrator.runtime.devices import Devices, has_tiers, open_lane
 from torch_tiers.migrator.runtime.models import Models
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.weights.placement import buffer_bytes, may_be_streamed, to_stream
+from torch_tiers.migrator.weights.placement import buffer_bytes, fit, may_be_streamed
 from torch_tiers.migrator.weights.streamer import MakeSubstitutes, Streamer
 from torch_tiers.migrator.weights.weight import Weight
 
@@ -93,11 +93,10 @@ class StreamedWeights:
             # Kernels choose their code path by alignment. And of what inference mode made nobody counts versions.
             and not (weight.address % ALIGNED or tensor.is_inference())
         ]
-        sizes = [weight.nbytes for weight in eligible]
-        fixed = of_program.bytes_on(device, self._models.tensors()) - sum(sizes)  # with buffers
+        needed = of_program.bytes_on(device, self._models.tensors())  # with buffers
         if trains:
-            fixed += of_program.bytes_on(device, (tensor for tensor in parameters if tensor.requires_grad))
-        chosen = {eligible[place] for place in to_stream(sizes, fixed, budget)}
+            needed += of_program.bytes_on(device, (tensor for tensor in parameters if tensor.requires_grad))
+        chosen = set() if fit(needed, budget) else set(eligible)
         streamer, asked = self.streamers.get(device), (frozenset(weight.identity for weight in eligible), trains)
         if self._asked.get(device) == asked and self.are_whole:
             return  # another outermost module came, of the same weights
@@ -116,7 +115,9 @@ class StreamedWeights:
                 if may:
                     residence.place([weight.address for weight in chosen], self._others(device, chosen))
         if streamer is None:  # not before there is room for its buffer
-            streamer = self._open(device, self._substitutes, buffer_bytes(sizes, budget))
+            streamer = self._open(
+                device, self._substitutes, buffer_bytes([weight.nbytes for weight in eligible], budget)
+            )
         if residence is not None:
             with self._moving() as may:
                 residence.place((), [streamer.buffer.data_ptr()] if may else ())  # it lies in DRAM where HBM was full
@@ -130,12 +131,10 @@ class StreamedWeights:
 
     def _others(self, device: torch.device, chosen: Collection[Weight]) -> list[int]:
         """Addresses of all tensors of models but these weights, the smallest first: they are read where they lie."""
-        tensors = (tensor for tensor in self._models.tensors() if tensor.device == device)
-        storages = sorted(
-            {(tensor.untyped_storage().nbytes(), tensor.untyped_storage().data_ptr()) for tensor in tensors}
-        )
+        of_models = [tensor.untyped_storage() for tensor in self._models.tensors() if tensor.device == device]
         streamed = {weight.address for weight in chosen}
-        return [address for _, address in storages if address not in streamed]
+        others = {(storage.nbytes(), storage.data_ptr()) for storage in of_models}
+        return [address for _, address in sorted(others) if address not in streamed]
 
     def _open(self, device: torch.device, substitutes: MakeSubstitutes, buffer: int) -> Streamer:
         compute = self._devices.open(device, self._options()).compute

@@ -1,6 +1,6 @@
 """Which weights lie in DRAM, and are streamed, where HBM cannot hold all of them. Pure.
 
-The first step shows what else needs room in HBM. Until then a part of the budget is left for it. What it leaves idle is
+The first step shows what else needs room in HBM. Until then all of them lie in DRAM that may. What it leaves idle is
 given to weights afterwards: see `allocator.layout.residence`.
 """
 
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_tiers.allocator.layout.demotion import evenly
-
 LEAST = 1 / 8  # of the budget: with less for activations and the like, weights are streamed
-OTHERS = 1 / 4  # of the budget: left for those then, until it is known what they take
 BUFFER = 1 / 8  # of the budget: where copies of streamed weights lie
 LARGEST = 1 / 4  # of the budget: a larger weight stays
 
@@ -26,28 +23,6 @@ def buffer_bytes(weights: Sequence[int], budget: int) -> int:
     return max(int(budget * BUFFER), 2 * max(weights, default=0))
 
 
-def to_stream(weights: Sequence[int], fixed: int, budget: int) -> list[int]:
-    """Which weights to stream, if not all of them can stay in HBM.
-
-    They are spread evenly over the model, so that the computation of those that stay hides the copies of those that do
-    not.
-
-    Parameters
-    ----------
-    weights : sequence of int
-        Bytes of the weights that may be streamed, in the order of the model.
-    fixed : int
-        Bytes of weights that may not, and of gradients.
-    budget : int
-        HBM budget, in bytes.
-
-    Returns
-    -------
-    list of int
-        Places in `weights`, ascending.
-    """
-    total = sum(weights)
-    if not total or total + fixed <= budget * (1 - LEAST):
-        return []
-    room = int(budget * (1 - OTHERS)) - fixed - buffer_bytes(weights, budget)
-    return evenly(weights, total - max(0, room))
+def fit(weights: int, budget: int) -> bool:
+    """Whether weights and their gradients, of so many bytes, leave room in HBM for the rest."""
+    return weights <= budget * (1 - LEAST)

@@ -112,9 +112,7 @@ def test_what_stays_in_hbm_comes_there_with_the_pages_that_it_has_a_part_of(page
     assert core.on(weight, DRAM) > NBYTES // 2
 
 
-def test_weights_that_lie_in_dram_since_they_were_loaded_are_not_counted_as_needed(
-    pages: OnOneCore, core: Core
-) -> None:
+def test_weights_that_were_loaded_into_dram_are_not_counted_as_needed(pages: OnOneCore, core: Core) -> None:
     core.limit(HBM, core.counts().hbm)
     pages.more(64 * MiB)
     weight = core.allocate(NBYTES)
@@ -180,3 +178,14 @@ def test_a_weight_of_which_no_more_can_move_is_not_demoted_again(pages: OnOneCor
         waits = core.counts().waits
         assert not residence.period_over(core.glance().dram, alone=True)
         assert core.counts().waits == waits
+
+
+def test_weights_are_demoted_for_what_a_step_had_in_dram_though_it_is_unmapped_by_now(
+    pages: OnOneCore, residence: Residence, weights: list[int], core: Core
+) -> None:
+    """In a period without a layout all that lies idle is unmapped before the period ends."""
+    pages.begin()
+    step(core, 24 * MiB, 24 * MiB)
+    core.trim()
+    pages.period_over()
+    assert sum(core.on(weight, DRAM) for weight in weights) >= NBYTES
