@@ -64,9 +64,10 @@ def demote_or_promote(
     spare -= int(SPARE * budget)
     in_dram = [block for block in weights if block.in_dram]
     sizes = [block.nbytes + 2 * page for block in in_dram]
-    chosen = evenly(sizes, spare - max(sizes, default=0))  # which it may exceed by one
-    spare -= sum(sizes[place] for place in chosen)
-    promote = [in_dram[place].address for place in chosen]
+    for place in evenly(sizes, spare):
+        if sizes[place] <= spare:
+            promote.append(in_dram[place].address)
+            spare -= sizes[place]
     for block in state:
         if block.in_dram and block.nbytes + 2 * page <= spare:
             promote.append(block.address)

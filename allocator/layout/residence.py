@@ -56,7 +56,8 @@ class Residence:
     def set_weights(self, weights: Callable[[], Mapping[int, int]]) -> None:
         """From now on these weights may lie in DRAM: `weights` returns bytes by address."""
         self._weights = weights
-        self._periods = self._passes = PATIENCE - 1  # one tells: nothing is known of what else needs room
+        # The first one tells what else needs room. Passes are looked at before they begin.
+        self._periods, self._passes = PATIENCE - 1, PATIENCE - 2
 
     def place(self, demote: Iterable[int], promote: Iterable[int]) -> None:
         """Demote these blocks and promote those, by address, as far as there is room. Not within a step."""

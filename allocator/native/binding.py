@@ -108,7 +108,7 @@ class Glance(ctypes.Structure):
     repeated : int
         Whether the last period had the same requests, at the same events, as the one before it.
     dram_peak : int
-        The most that `dram` was in the last period, at the end of which idle pages may have been unmapped.
+        The most that `dram` was in the last period, since anything was moved. At its end idle pages may be unmapped.
     """
 
     departed: int

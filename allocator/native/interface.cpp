@@ -307,10 +307,10 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
       status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
     }
     core->demote(block, heap->on(kDram, block->address, block->bytes));
-    if (tier != kHbm) return status;
     // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would be demoted
-    // again.
-    Status trimmed = core->pages[kDram].trim();
+    // again. What it left in HBM would be taken for what the program needs there.
+    Status trimmed = core->pages[tier == kHbm ? kDram : kHbm].trim();
+    core->pages[kDram].take_recent_peak();  // the period that begins has what lies there now
     return status == Status::Ok ? trimmed : status;
   });
 }

@@ -31,7 +31,7 @@ class Pages {
   uint64_t made() const { return made_; }
   uint64_t peak() const { return peak_; }
   void reset_peak() { peak_ = made_; }
-  // The most that there were since this was last called.
+  // The most that there were since this was last called. From now on it is what there is.
   uint64_t take_recent_peak() { return std::exchange(recent_peak_, made_); }
   uint64_t limit() const { return limit_; }
   // What is there already stays, and may be taken again until it is released to the system.

@@ -129,9 +129,11 @@ def test_a_model_that_does_not_train_settles_after_its_first_forward(
     residence: Residence, weights: list[int], core: Core
 ) -> None:
     residence.place(weights, ())
-    step(core, 4 * MiB)
+    residence.pass_over()  # the first one begins
+    assert all(core.on(weight, HBM) == 0 for weight in weights)
+    step(core, 28 * MiB)
     residence.pass_over()
-    assert sum(core.on(weight, HBM) for weight in weights) >= NBYTES
+    assert sum(core.on(weight, HBM) for weight in weights) == 3 * NBYTES
 
 
 def test_what_an_evaluation_finds_says_nothing_of_the_periods(
@@ -189,3 +191,14 @@ def test_weights_are_demoted_for_what_a_step_had_in_dram_though_it_is_unmapped_b
     core.trim()
     pages.period_over()
     assert sum(core.on(weight, DRAM) for weight in weights) >= NBYTES
+
+
+def test_what_was_promoted_is_not_demoted_for_the_room_that_it_had_in_dram(
+    pages: OnOneCore, residence: Residence, weights: list[int], core: Core
+) -> None:
+    residence.place(weights, ())
+    pages.begin()
+    for _ in range(2 * PATIENCE):
+        step(core, 28 * MiB)
+        pages.period_over()
+        assert sum(core.on(weight, HBM) for weight in weights) == 3 * NBYTES
