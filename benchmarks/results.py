@@ -23,7 +23,10 @@ from torch_tiers.allocator.sizes import GiB
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
 README = HERE.parent / "README.md"
-ORDER = "zoo fractions compiled largest room predictions contention lanes drives streaming step host requests coverage faults"
+ORDER = (
+    "zoo fractions compiled largest room predictions contention lanes drives streaming step host requests coverage "
+    "faults"
+)
 HEAD = """# Results
 
 What holds today, question by question. `python -m benchmarks.results` makes this page of [reports/](reports) and

@@ -82,7 +82,8 @@ class PlansInForce:
         """Warn once of plans that use more than the budget."""
         for each in self.planned:
             if each.refused is not None:
-                self._warn_once(REFUSED, f"{each.refused.out_of(self._budget)}; it runs anyway, with the rest in host memory")
+                what = each.refused.out_of(self._budget)
+                self._warn_once(REFUSED, f"{what}; it runs anyway, with the rest in host memory")
 
     def say_failed(self, why: str) -> None:
         """Warn once that plans which were asked for were not made."""
