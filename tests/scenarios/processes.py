@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,19 @@ from torch.utils.data import DataLoader, Dataset
 
 import torch_tiers as tiers
 from tests.programs import deterministic_kernels
-from tests.scenarios import REMADE, assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
+from tests.scenarios import (
+    REMADE,
+    assert_same,
+    batch,
+    bits,
+    gradients,
+    main,
+    moved,
+    moving,
+    perceptron,
+    streamed,
+    train,
+)
 from torch_tiers.allocator.sizes import MiB
 
 
@@ -146,6 +158,61 @@ def ddp_over_gloo(device: torch.device) -> None:
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
             print(f"  rank {rank}: {len(plain)} results")
             assert plain == ours
+
+
+def _train_streamed(rank: int, directory: str, how: str, with_tiers: bool) -> None:
+    torch.set_num_threads(1)
+    start = f"file://{directory}/{how}-{with_tiers}"
+    dist.init_process_group("gloo", init_method=start, rank=rank, world_size=2)
+    cpu = torch.device("cpu")
+    model: nn.Module = perceptron(cpu, depth=6)
+    if how == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=0.1)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def steps() -> list[Tensor]:
+        results = []
+        for i in range(5):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = model(batch(cpu, 10 * i + 2 * part + rank)).square().mean()
+                loss.backward()
+                results.append(loss.detach())
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            results.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            optimizer.step()
+        for parameter in model.parameters():
+            results.append(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+        return [result.detach().clone() for result in results]
+
+    with deterministic_kernels(), ExitStack() as stack:
+        if with_tiers:
+            stack.enter_context(streamed())
+            session = stack.enter_context(tiers.session(allocator="torch", policy="keep", dram="64MiB"))
+        results = steps()
+        if with_tiers:
+            print(f"  rank {rank} of {how}: {moved(session).get('weights', 0)} bytes streamed", flush=True)
+            assert how != "ddp" or moved(session).get("weights", 0) > 0
+    torch.save(results, Path(directory) / f"{how}-{with_tiers}-{rank}")
+    dist.destroy_process_group()
+
+
+def weights_are_streamed_under_ddp_and_fsdp2_with_clipping(device: torch.device) -> None:
+    """Those that FSDP2 gathers come and go anyway, and are not streamed."""
+    with tempfile.TemporaryDirectory() as directory:
+        for how in ("ddp", "fsdp2"):
+            for with_tiers in (False, True):
+                _spawn(_train_streamed, directory, how, with_tiers)
+            for rank in range(2):
+                plain, ours = (bits(torch.load(Path(directory) / f"{how}-{with_}-{rank}")) for with_ in (False, True))
+                print(f"  {how} rank {rank}: {len(plain)} results")
+                assert plain == ours
 
 
 def _end_groups(rank: int, directory: str, device: str, within: bool) -> None:
