@@ -75,6 +75,11 @@ class Outcome:
         """Whether it trained on a GPU."""
         return self.device not in ("", "cpu")
 
+    @property
+    def does_not_fit(self) -> bool:
+        """Whether it ran out of GPU memory."""
+        return "OutOfMemory" in self.reason
+
     def to_json(self) -> dict[str, Any]:
         """As an object that `Outcome(**it)` reads back."""
         return asdict(self)

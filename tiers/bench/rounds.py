@@ -19,7 +19,7 @@ ABOUT = "bench.json"
 
 
 class PlainFails(TiersError):
-    """The program as it is does not run, so there is nothing to compare with."""
+    """The program as it is does not run, though there was memory enough."""
 
 
 @dataclass
@@ -64,10 +64,12 @@ class Rounds:
     def all(self, count: int) -> None:
         """Run `count` rounds; a variant that failed is left out of those that follow.
 
+        Where the program as it is does not fit into the GPU, the others are compared with each other.
+
         Raises
         ------
         PlainFails
-            If the program as it is fails.
+            If the program as it is fails in another way.
         OSError
             If a program cannot be started.
         """
@@ -83,7 +85,7 @@ class Rounds:
                     continue
                 self.say(f"round {number + 1} of {count}: {variant.name}")
                 before.append(self._one(variant, number))
-                if variant == PLAIN and before[-1].reason:
+                if variant == PLAIN and before[-1].reason and not before[-1].does_not_fit:
                     raise PlainFails(f"the program as it is {before[-1].reason}")
 
     def _one(self, variant: Variant, number: int) -> Outcome:
@@ -91,11 +93,13 @@ class Rounds:
         kept = directory / OUTCOME
         if kept.exists():
             found = Outcome(**json.loads(kept.read_text()))
-            if not found.reason or not (self.retry or variant == PLAIN):
+            if not found.reason or found.does_not_fit or not (self.retry or variant == PLAIN):
                 return found
         why_not = None
         if variant != PLAIN:
-            why_not = variant.why_not(cuda=self.plain.cuda, compiles=self.plain.compiles)
+            too_large = self.plain.does_not_fit
+            compiles = None if too_large else self.plain.compiles
+            why_not = variant.why_not(cuda=self.plain.cuda or too_large, compiles=compiles)
         if why_not is not None:
             return Outcome(why_not, tried=False)
         if directory.exists():

@@ -104,6 +104,8 @@ def _spread(values: Sequence[float]) -> Spread:
 
 def _agreement(variant: Variant, plain: Outcome, runs: Sequence[Outcome]) -> str:
     """How the losses of a variant's runs compare with those that the plain program printed first."""
+    if plain.reason:
+        return "plain has none"
     others = runs[1:] if variant == PLAIN else runs
     pairs = [(plain.losses, one.losses) for one in others if one.losses]
     if not plain.losses or (others and not pairs):

@@ -71,16 +71,17 @@ class Variant:
             return self.budget
         if not plain:
             raise TiersError(
-                f"{self.budget} of what? Without a GPU nothing tells what the plain program takes: name sizes"
+                f"{self.budget} of what? Nothing tells what the plain program takes, as there is no GPU or it does not "
+                "fit there: name sizes"
             )
         return int(plain * share(self.budget))
 
-    def why_not(self, *, cuda: bool, compiles: bool) -> str | None:
-        """Why it cannot be run with this program on this machine, if it cannot."""
+    def why_not(self, *, cuda: bool, compiles: bool | None) -> str | None:
+        """Why it cannot be run with this program on this machine, if it cannot; `compiles` is None if nobody knows."""
         if self.allocator == "pages" and not cuda:
             return "needs a GPU"
         if self.around.startswith("compile") and not compiles:
-            return "the program compiles nothing"
+            return "the program compiles nothing" if compiles is False else "the plain program did not get so far"
         return None
 
     def told_budget(self, plain: int | None) -> str:

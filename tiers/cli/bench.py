@@ -32,8 +32,9 @@ class BenchVerb:
     """Run a program as it is and in less memory, and compare: tiers bench --hbm 20GiB,30GiB -- python train.py.
 
     Each run is a process of its own. Variants take turns, round by round; the first is the program as it is, and the
-    bench stops if that fails. Plans settle in the first tens of steps, and the second half of the steps counts: let the
-    program take 60 or more. With --out the same command goes on where it was stopped. Exit code 1 if a variant failed.
+    bench stops if that fails, unless it is out of GPU memory. Plans settle in the first tens of steps, and the second
+    half of the steps counts: let the program take 60 or more. With --out the same command goes on where it was stopped.
+    Exit code 1 if a variant failed.
     """
 
     name = "bench"

@@ -32,6 +32,8 @@ with open(run.parent / "order.txt", "a") as file:
     print(run.name, file=file)
 around = os.environ.get("_TORCH_TIERS_AROUND", "")
 seconds = 0.5 if around or "--checkpoint" in sys.argv else {SECONDS!r}[hbm]
+if "too-large" in sys.argv and hbm == "none":
+    raise type("OutOfMemoryError", (RuntimeError,), {{}})("CUDA out of memory. Tried to allocate 2.00 GiB")
 print("step 1: loss 2.5")
 print("step 2: loss", 2.0 if hbm not in sys.argv[1:] or "drifts" not in sys.argv else 2.1)
 if hbm in sys.argv[1:] and "drifts" not in sys.argv:
@@ -139,6 +141,19 @@ def test_another_command_is_a_variant_and_runs_without_tiers(
     own = f"own checkpointing={sys.executable} {tmp_path / 'train.py'} --checkpoint"
     bench("--json", "--hbm", "20GiB", "--variant", own, *program)
     assert entries(capsys)["own checkpointing"]["fraction"]["median"] == pytest.approx(0.4)
+
+
+def test_a_program_that_does_not_fit_has_its_variants_compared_with_each_other(
+    program: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is for such programs that people come."""
+    bench("--hbm", "20GiB,10GiB", "--rounds", "2", "--peers", "--out", tmp_path / "out", *program, "too-large", code=1)
+    said = capsys.readouterr().out
+    assert "plain: ended with code 1: OutOfMemoryError: CUDA out of memory" in said
+    assert "250.0 ms" in said and "400.0 ms" in said and "plain has none" in said
+    assert "compiled, saves 40%: the plain program did not get so far" in said
+    bench("--hbm", "60%", "--rounds", "1", *program, "too-large", code=2)
+    assert "60% of what?" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- what is told

@@ -48,7 +48,9 @@ def speed(points: Sequence[Point]) -> Section:
     known = [point for point in points if point.nbytes]
     if not known:
         return Section(
-            name, title, ("Nothing tells how much memory each took, as without a GPU, so nothing is drawn.",)
+            name,
+            title,
+            ("Nothing tells how much memory each took, as without a GPU, or how fast plain is, so nothing is drawn.",),
         )
     unit, unit_name = unit_of(max(point.nbytes or 0 for point in known))
     figure = blank(4.5)
