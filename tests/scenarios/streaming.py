@@ -340,6 +340,21 @@ def is_functional(device: torch.device) -> None:
     _assert_same(program, device)
 
 
+def compiles_its_model(device: torch.device) -> None:
+    """Compiled code calls products with a tensor for what they return."""
+    for backend in ("aot_eager", "inductor"):
+
+        def program(device: torch.device, backend: str = backend) -> Sequence[Tensor]:
+            torch.compiler.reset()
+            model = perceptron(device, depth=4)
+            model[0].requires_grad_(False)
+            results = train(torch.compile(model, backend=backend), device)
+            with torch.inference_mode():
+                return [*results, model(batch(device, 9)).clone()]
+
+        _assert_same(program, device)
+
+
 def lets_go_of_a_model_that_is_gone(device: torch.device) -> None:
     with streamed(), tiers.session(allocator="torch", dram="64MiB"):
         model = perceptron(device)

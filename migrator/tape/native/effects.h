@@ -23,9 +23,8 @@ struct Effects {
   size_t arguments = 0, returns = 0;
   std::vector<bool> written;  // for each argument, whether the bytes of its tensors change
   bool writes = false;        // whether one of them is
-  bool reads_copies =
-      false;             // whether copies of its tensors would do, and it reads them more than once, or all of them
-  bool is_aten = false;  // PyTorch's own, which nobody takes away and defines anew
+  bool reads_copies = false;  // whether copies would do of the tensors that it only reads, and it reads them as a whole
+  bool is_aten = false;       // PyTorch's own, which nobody takes away and defines anew
   bool random = false, collective = false;
   // A view of the kind that changes its own argument: the tensor lies elsewhere afterwards, and no byte has changed.
   bool moves_the_tensor = false;
@@ -68,9 +67,9 @@ constexpr std::string_view kTakesMasks[] = {"aten::index", "aten::index_put", "a
 
 constexpr std::string_view kCopies[] = {"aten::copy_", "aten::_to_copy", "aten::_copy_from"};
 
-// What weights are for, and casts of them: these neither write nor return nor hold on to what they are given, and look
-// at no more of it than its elements. Others have exceptions to each of that which their schemas do not tell. Composite
-// ones come by where there is inference mode.
+// What weights are for, and casts of them: of what they are given these write `out` alone, return and hold on to
+// nothing else, and look at no more of it than its elements. Others have exceptions to each of that which their schemas
+// do not tell. Composite ones come by where there is inference mode.
 constexpr std::string_view kReadsCopies[] = {"aten::mm",
                                              "aten::addmm",
                                              "aten::_addmm_activation",
@@ -135,7 +134,7 @@ Effects effects_of(const c10::OperatorHandle &op) {
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);
     if (argument.type()->str().find("Generator") != std::string::npos) effects.generator = int(index);
   }
-  effects.reads_copies = !effects.writes && is_among(base, kReadsCopies);
+  effects.reads_copies = is_among(base, kReadsCopies);
   effects.random |= effects.generator >= 0;
   if (is_among(base, kTakesMasks))
     effects.waits = Waits::kIfMasked;

@@ -145,8 +145,10 @@ class Substituted {
     const size_t first = stack.size() - effects.arguments;
     for (size_t index = 0; index < effects.arguments; ++index) {
       c10::IValue &argument = stack[first + index];
-      if (effects.is_written(&stack[first], index)) add_written(argument);
-      if (effects.reads_copies && argument.isTensor()) replace(argument);
+      if (effects.is_written(&stack[first], index))
+        add_written(argument);
+      else if (effects.reads_copies && argument.isTensor())
+        replace(argument);
     }
     note_written();
   }
