@@ -62,14 +62,10 @@ def demote_or_promote(
         return [*demote, *(in_hbm[place].address for place in chosen)], []
     promote = []
     spare -= int(SPARE * budget)
-    in_dram = [block for block in weights if block.in_dram]
-    sizes = [block.nbytes + 2 * page for block in in_dram]
-    for place in evenly(sizes, spare):
-        if sizes[place] <= spare:
-            promote.append(in_dram[place].address)
-            spare -= sizes[place]
-    for block in state:
-        if block.in_dram and block.nbytes + 2 * page <= spare:
+    in_dram = [block for block in weights if block.in_dram and block.nbytes + 2 * page <= spare]
+    places = evenly([block.nbytes + 2 * page for block in in_dram], spare)
+    for block in [*(in_dram[place] for place in places), *(block for block in state if block.in_dram)]:
+        if block.nbytes + 2 * page <= spare:
             promote.append(block.address)
             spare -= block.nbytes + 2 * page
     return [], promote

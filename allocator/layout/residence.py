@@ -103,9 +103,10 @@ class Residence:
         """By how much these lie in DRAM, and may: their whole pages."""
         core, page, found = self._core, self._core.page_bytes, []
         for address, nbytes in weights.items():
-            whole = (address + nbytes) // page * page - round_up(address, page)
+            first = round_up(address, page)
+            whole = (address + nbytes) // page * page - first
             if whole > 0:
-                found.append(Resident(address, whole, core.on(address, DRAM), True))
+                found.append(Resident(address, whole, core.pages_on(first, whole, DRAM), True))
         return found
 
     def _bytes_of_pages(self, weights: Mapping[int, int]) -> int:

@@ -50,19 +50,25 @@ class Models:
         with self._listing:
             self._known.pop(model, None)
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Parameters of all of them."""
-        with self._listing:
-            known = list(self._known)
-        for model in known:
+    def parameters(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Parameters of all of them, each with the module that has it and its name there."""
+        for model, _ in self._listed():
             yield from weights.parameters_of(model)
+
+    def trained(self) -> Iterator[torch.Tensor]:
+        """Parameters that get gradients, of those that train."""
+        for model, trains in self._listed():
+            if trains:
+                yield from (tensor for *_, tensor in weights.parameters_of(model) if tensor.requires_grad)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of all of them."""
-        with self._listing:
-            known = list(self._known)
-        for model in known:
+        for model, _ in self._listed():
             yield from weights.of_module(model)
+
+    def _listed(self) -> list[tuple[nn.Module, bool]]:
+        with self._listing:
+            return list(self._known.items())
 
     def check(self, streamed: Callable[[torch.device], int]) -> None:
         """See whether the budget holds their weights, without those that are `streamed`, in bytes.

@@ -96,8 +96,10 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
-        self._streaming.close()
-        self._devices.close()
+        try:
+            self._streaming.close()
+        finally:
+            self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
         """Ask this advisor at every end of an iteration from now on."""

@@ -7,11 +7,12 @@ lie there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator
@@ -69,23 +70,33 @@ class StreamedWeights:
         self._counters = counters
         self._moving = moving
         self._substitutes: MakeSubstitutes | None = None
-        self._eligible: dict[torch.device, list[Weight]] = {}
-        self._asked: dict[torch.device, tuple[frozenset[int], bool]] = {}  # what was chosen from, and for what
+        self._eligible: dict[torch.device, list[Weight]] = {}  # that may be streamed
+        self._streamed: dict[torch.device, set[Weight]] = {}  # of these, what the streamers were given
 
-    @property
-    def are_whole(self) -> bool:
-        """Whether none of them was replaced."""
-        return all(weight.storage() is not None for each in self._eligible.values() for weight in each)
+    def are_whole(self, *, in_use: bool) -> bool:
+        """Whether they are all there, and if `in_use`, still the parameters of their modules."""
+        all_of_them = (weight for each in self._eligible.values() for weight in each)
+        return all(weight.is_in_use() if in_use else weight.storage() is not None for weight in all_of_them)
 
-    def choose(self, *, trains: bool) -> None:
-        """Choose which weights of all models are streamed from now on; gradients count if they train."""
-        parameters = list(self._models.parameters())
-        for device in {tensor.device for tensor in parameters if has_tiers(tensor.device)} | self.streamers.keys():
+    def choose(self) -> None:
+        """Choose which weights of all models are streamed from now on."""
+        found = self._by_device()
+        for device in found.keys() | self.streamers.keys():
             if may_lie_in_dram(device, self._options().pages()):
-                self._choose(device, [tensor for tensor in parameters if tensor.device == device], trains=trains)
+                self._choose(device, found.get(device, {}))
 
-    def _choose(self, device: torch.device, parameters: list[torch.Tensor], *, trains: bool) -> None:
-        budget, weights = self._options().hbm(device), _unique(parameters)
+    def _by_device(self) -> dict[torch.device, dict[Weight, Tensor]]:
+        """A weight for each storage that parameters of models have, with one tensor on it."""
+        found: dict[torch.device, dict[Weight, Tensor]] = {}
+        known = set[int]()
+        for module, name, tensor in self._models.parameters():
+            if has_tiers(tensor.device) and (identity := tensor.untyped_storage()._cdata) not in known:
+                known.add(identity)
+                found.setdefault(tensor.device, {})[Weight(tensor, module, name)] = tensor
+        return found
+
+    def _choose(self, device: torch.device, weights: Mapping[Weight, Tensor]) -> None:
+        budget = self._options().hbm(device)
         eligible = [
             weight
             for weight, tensor in weights.items()
@@ -94,17 +105,12 @@ class StreamedWeights:
             and not (weight.address % ALIGNED or tensor.is_inference())
         ]
         needed = of_program.bytes_on(device, self._models.tensors())  # with buffers
-        if trains:
-            needed += of_program.bytes_on(device, (tensor for tensor in parameters if tensor.requires_grad))
-        chosen = set() if fit(needed, budget) else set(eligible)
-        streamer, asked = self.streamers.get(device), (frozenset(weight.identity for weight in eligible), trains)
-        if self._asked.get(device) == asked and self.are_whole:
-            return  # another outermost module came, of the same weights
-        self._asked[device] = asked
-        if not chosen:
-            self._end(device)  # a model is gone, perhaps, and HBM holds those that are left
+        needed += of_program.bytes_on(device, self._models.trained())  # their gradients
+        if not eligible or fit(needed, budget):
+            self._end(device, promote=True)  # a model is gone, perhaps, and HBM holds those that are left
             return
-        self._eligible[device] = eligible
+        if _identities(eligible) == _identities(self._eligible.get(device, ())) and self.are_whole(in_use=True):
+            return  # another outermost module came, of the same weights
         if self._substitutes is None:
             self._substitutes = self._options().substitutes()
             if self._substitutes is None:
@@ -113,67 +119,96 @@ class StreamedWeights:
             residence.set_weights(partial(_by_address, eligible))
             with self._moving() as may:
                 if may:
-                    residence.place([weight.address for weight in chosen], self._others(device, chosen))
-        if streamer is None:  # not before there is room for its buffer
-            streamer = self._open(
-                device, self._substitutes, buffer_bytes([weight.nbytes for weight in eligible], budget)
-            )
-        if residence is not None:
-            with self._moving() as may:
-                residence.place((), [streamer.buffer.data_ptr()] if may else ())  # it lies in DRAM where HBM was full
-            chosen = {weight for weight in eligible if residence.in_dram(weight.address)}
-        streamer.set_weights(_with_tensors(weights, chosen))
-        self.streamers = {**self.streamers, device: streamer}
+                    residence.place([weight.address for weight in eligible], self._others(device, eligible))
+        self._open(device, self._substitutes, buffer_bytes([weight.nbytes for weight in eligible], budget))
+        self._stream(device, eligible, weights)
+        self._eligible[device] = eligible  # last: after an interrupt all of it is done again
         log.info(
             "%s of weights of %s are streamed from dram, as hbm is %s",
-            *(format_size(nbytes) for nbytes in (streamer.nbytes, sum(weight.nbytes for weight in weights), budget)),
+            format_size(self.streamers[device].nbytes),
+            format_size(sum(weight.nbytes for weight in weights)),
+            format_size(budget),
         )
 
-    def _others(self, device: torch.device, chosen: Collection[Weight]) -> list[int]:
-        """Addresses of all tensors of models but these weights, the smallest first: they are read where they lie."""
-        of_models = [tensor.untyped_storage() for tensor in self._models.tensors() if tensor.device == device]
-        streamed = {weight.address for weight in chosen}
-        others = {(storage.nbytes(), storage.data_ptr()) for storage in of_models}
-        return [address for _, address in sorted(others) if address not in streamed]
-
-    def _open(self, device: torch.device, substitutes: MakeSubstitutes, buffer: int) -> Streamer:
+    def _open(self, device: torch.device, substitutes: MakeSubstitutes, buffer: int) -> None:
+        """Open a streamer, unless there is one with a buffer of that size, once there is room for it."""
+        streamer = self.streamers.get(device)
+        if streamer is not None:
+            if streamer.buffer.numel() >= buffer:
+                return
+            streamer.end()
         compute = self._devices.open(device, self._options()).compute
         self._counters.moved.setdefault(LANE, 0)
-        return Streamer(compute, open_lane(device, LANE, self._counters), substitutes, compute.empty(buffer))
+        streamer = Streamer(compute, open_lane(device, LANE, self._counters), substitutes, compute.empty(buffer))
+        self._streamed.pop(device, None)
+        self.streamers = {**self.streamers, device: streamer}
+        if (residence := self.residence(device)) is not None:
+            with self._moving() as may:
+                residence.place((), [streamer.buffer.data_ptr()] if may else ())  # it lies in DRAM where HBM was full
+
+    def _stream(self, device: torch.device, eligible: Iterable[Weight], weights: Mapping[Weight, Tensor]) -> None:
+        """Stream those of the eligible weights that lie in DRAM, with a tensor on each of `weights`."""
+        there = self._in_dram(device, eligible)
+        tensors = {weight.identity: tensor for weight, tensor in weights.items()}
+        known = [(weight, tensors[weight.identity]) for weight in there if weight.identity in tensors]
+        self.streamers[device].set_weights(known)
+        self._streamed[device] = set(there)
+
+    def _in_dram(self, device: torch.device, eligible: Iterable[Weight]) -> list[Weight]:
+        residence = self.residence(device)
+        return [weight for weight in eligible if residence is None or residence.in_dram(weight.address)]
+
+    def _others(self, device: torch.device, weights: Iterable[Weight]) -> list[int]:
+        """Addresses of all tensors of models but these weights, the smallest first: they are read where they lie."""
+        of_models = [tensor.untyped_storage() for tensor in self._models.tensors() if tensor.device == device]
+        streamed = {weight.address for weight in weights}
+        others = {(storage.nbytes(), storage.data_ptr()) for storage in of_models}
+        return [address for _, address in sorted(others) if address not in streamed]
 
     def residence(self, device: torch.device) -> Residence | None:
         """Where weights of a GPU lie; None without our allocator."""
         pages = self._options().pages()
         return None if pages is None or device.type != "cuda" else pages.residence(device)
 
-    def follow(self, device: torch.device, *, trains: bool) -> None:
-        """Stream what lies in DRAM by now. A program that does not train has it changed here, between two forwards."""
-        residence, streamer = self.residence(device), self.streamers[device]
-        if residence is None:
+    def follow(self, device: torch.device, *, may_move: bool) -> None:
+        """Stream what lies in DRAM by now, which is changed here first if it may be: between two forwards."""
+        residence = self.residence(device)
+        if residence is None or device not in self._eligible:
             return
-        if not trains:
+        if may_move:
             with self._moving() as may:
                 if may:
                     residence.pass_over()
-        there = {weight.address for weight in self._eligible[device] if residence.in_dram(weight.address)}
-        if there != {weight.address for weight in streamer.weights}:
-            weights = _unique([tensor for tensor in self._models.parameters() if tensor.device == device])
-            streamer.set_weights(_with_tensors(weights, {weight for weight in weights if weight.address in there}))
+        eligible = self._eligible[device]
+        if set(self._in_dram(device, eligible)) != self._streamed.get(device):
+            self._stream(device, eligible, self._by_device().get(device, {}))
 
-    def _end(self, device: torch.device) -> None:
-        left = dict(self.streamers)
-        self._eligible.pop(device, None)
+    def drain(self) -> None:
+        """Let go of the weights that were copied, as their model is gone; wait for the copies."""
+        for streamer in self.streamers.values():
+            streamer.drain()
+
+    def _end(self, device: torch.device, *, promote: bool = False) -> None:
+        """Stream nothing of a device any more, and have what lies in DRAM come back as far as there is room."""
+        left, eligible = dict(self.streamers), self._eligible.pop(device, [])
+        self._streamed.pop(device, None)
         streamer = left.pop(device, None)
         self.streamers = left
-        if streamer is not None:
-            streamer.end()
-            if (residence := self.residence(device)) is not None:
-                residence.set_weights(dict)
+        if streamer is None:
+            return
+        streamer.end()
+        residence = self.residence(device)
+        if residence is not None:
+            residence.set_weights(dict)
+            with self._moving() as may:
+                if may and promote:
+                    residence.place((), _by_address(eligible))
 
     def close(self) -> None:
         """Stream nothing any more; wait for copies that are under way."""
-        for device in self.streamers:
-            self._end(device)
+        with ExitStack() as stack:
+            for device in self.streamers:
+                stack.callback(self._end, device)
 
 
 def may_lie_in_dram(device: torch.device, pages: PageAllocator | None) -> bool:
@@ -181,16 +216,8 @@ def may_lie_in_dram(device: torch.device, pages: PageAllocator | None) -> bool:
     return device.type != "cuda" or pages is not None
 
 
-def _unique(tensors: list[torch.Tensor]) -> dict[Weight, torch.Tensor]:
-    """A weight for each storage, with one tensor on it."""
-    by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-    return {Weight(tensor): tensor for tensor in by_storage.values()}
-
-
-def _with_tensors(
-    weights: Mapping[Weight, torch.Tensor], chosen: Collection[Weight]
-) -> list[tuple[Weight, torch.Tensor]]:
-    return [(weight, tensor) for weight, tensor in weights.items() if weight in chosen]
+def _identities(weights: Iterable[Weight]) -> set[int]:
+    return {weight.identity for weight in weights}
 
 
 def _by_address(weights: Iterable[Weight]) -> dict[int, int]:

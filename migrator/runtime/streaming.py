@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch_tiers.migrator.runtime.streamed_weights import StreamedWeights
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.weights.streamer import Streamer
 
-STEP = "step"  # the kind of a pass that trains
+MOST = 3  # forwards of a model in a row, without a backward, that are told apart
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -34,6 +35,7 @@ class Within:
 
 class _Thread(threading.local):
     within: weakref.ref[Within] | None = None  # if it has no hooks
+    in_forward = False  # of a model, which a backward may interrupt
 
     @property
     def is_within(self) -> bool:
@@ -45,10 +47,10 @@ class Streaming:
 
     Parameters
     ----------
+    options, models, devices, counters
+        As `StreamedWeights` takes them.
     others : callable
         Returns the number of other threads that train.
-
-    The others are those of `StreamedWeights`.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class Streaming:
         # Held while weights are chosen and move, so that no thread comes to be within a model meanwhile. One for both,
         # and reentrant: a signal's handler may run a model.
         self._entering = threading.RLock()
-        self._pass_over = True  # of training
+        # Of the pass that trains: the models whose forwards began in it, by identity, and how often; and its kind.
+        self._forwards: Counter[int] = Counter()
+        self._kind: Hashable = None
+        self._seen: dict[int, weakref.ref[nn.Module]] = {}  # models, by identity, as long as they live
 
     @property
     def active(self) -> bool:
@@ -121,6 +126,7 @@ class Streaming:
     def leave(self, *, outermost: bool) -> None:
         """The call of a module has ended in this thread, perhaps of one that no other has called."""
         if outermost and _graph_task() == -1:
+            self._thread.in_forward = False
             self._left()
             self._close()
 
@@ -134,49 +140,73 @@ class Streaming:
 
     def see(self, module: nn.Module) -> bool:
         """Choose what is streamed, if this outermost module is new, or trains for the first time; whether it is."""
-        trains = torch.is_grad_enabled()
         with self._entering:
-            is_new = self._models.add(module, trains=trains)
+            is_new = self._models.add(module, trains=torch.is_grad_enabled())
             if is_new:
                 try:
-                    self._weights.choose(trains=trains)
+                    self._weights.choose()
                 except BaseException:  # an interrupt, perhaps
                     self._models.forget(module)
                     raise
+                key = id(module)
+                self._seen[key] = weakref.ref(module, lambda _: self._gone(key))
         return is_new
+
+    def _gone(self, key: int) -> None:
+        """A model is gone, and its memory is to be, too. Called wherever it dies, so this waits for no other thread."""
+        self._seen.pop(key, None)
+        self._weights.drain()
 
     def forward_begins(self, root: nn.Module) -> None:
         """The forward of an outermost module begins in this thread."""
         if not self.active or _is_capturing():
             return
         trains = torch.is_grad_enabled()
-        kind, begins = STEP if trains else id(root), not trains or self._pass_over
         self._close()
+        begins, kind = self._begin_or_go_on(root) if trains else (True, (id(root),))
         if begins:
             with self._entering:
-                if not self._weights.are_whole:
-                    self._weights.choose(trains=trains)
+                if not self._weights.are_whole(in_use=trains):
+                    self._weights.choose()
                 for device in tuple(self._weights.streamers):
-                    self._weights.follow(device, trains=trains or not self._thread.is_within)
+                    # Where it trains, the end of a step has weights move.
+                    self._weights.follow(device, may_move=not trains and self._thread.is_within)
         for streamer in self._streamers:
             if begins:
                 streamer.begin(kind)
             else:
                 streamer.resume(kind)
             streamer.open()
-        self._pass_over &= not trains
+        self._thread.in_forward = True
+
+    def _begin_or_go_on(self, root: nn.Module) -> tuple[bool, Hashable]:
+        """Whether a pass that trains begins with this forward, and the kind of the pass.
+
+        One ends with a backward, or with an optimizer's step; and as its first model's forward begins once more, as
+        where a program infers with gradients on.
+        """
+        repeats = self._forwards[id(root)]
+        self._forwards[id(root)] += 1
+        begins = not repeats and len(self._forwards) == 1
+        if begins or repeats:
+            self._kind = id(root), min(repeats, MOST)
+        return begins or repeats > 0, self._kind
 
     def backward_begins(self) -> None:
         """A backward begins in this thread, perhaps within another."""
         if self.active and _graph_task() == -1:
             for streamer in self._streamers:
-                streamer.resume(STEP)
+                streamer.resume(self._kind)
                 streamer.open()
 
     def backward_over(self) -> None:
         """It has ended, also when it raised."""
         if self.active and _graph_task() == -1:
             self._close()
+            self._forwards = Counter()
+            if self._thread.in_forward:
+                for streamer in self._streamers:
+                    streamer.open()
 
     def stepping(self) -> None:
         """An optimizer is about to step, perhaps within a backward."""
@@ -185,7 +215,7 @@ class Streaming:
 
     def stepped(self) -> None:
         """The optimizer has stepped that ends a pass."""
-        self._pass_over = True
+        self._forwards = Counter()
 
     def _close(self) -> None:
         for streamer in self._streamers:

@@ -68,9 +68,11 @@ class Order:
         if len(now.now) < MOST:
             now.now.append(weight)
         places = now.places.get(weight, [])
-        index = bisect_left(places, now.next)
-        if index < len(places):  # else it was not expected, and what was still is
-            now.next = places[index] + 1
+        if places:  # else it was not expected, and what was still is
+            # Where it was read nearest to the place that was come to, as some are left out, and others come once more.
+            index = bisect_left(places, now.next)
+            around = places[max(0, index - 1) : index + 1]
+            now.next = min(around, key=lambda place: (abs(place - now.next), place < now.next)) + 1
 
     def coming(self) -> Iterator[int]:
         """The weights that are expected, the next one first; one that is read several times comes as often."""

@@ -130,6 +130,19 @@ class Streamer:
         """A forward or a backward has ended; copies are good no more."""
         self._alone(self._give_up_all)
 
+    def drain(self) -> None:
+        """Wait for copies and let go of the weights' memory; not while another thread is at work here."""
+        if self._compute.capturing() or not self._lock.acquire(blocking=False):
+            return
+        self._owner = threading.get_ident()
+        try:
+            while self._reading:
+                self._reading[0][0].synchronize()
+                self._reading.popleft()
+        finally:
+            self._owner = 0
+            self._lock.release()
+
     def end(self) -> None:
         """Stream nothing any more; wait for copies that are under way, and for whoever reads them."""
         self.set_weights(())
@@ -181,12 +194,16 @@ class Streamer:
             return
         if self._is_broken and not self._mend():
             return
-        while self._reading and self._reading[0][0].query():
-            self._reading.popleft()
+        self._let_go()
         stream = self._compute.stream()
         self._written[stream] = self._compute.mark(stream)  # who knows what was written until now
         self._open = True
         self._fetch_ahead()
+
+    def _let_go(self) -> None:
+        """Let go of the memory of weights that were copied by now."""
+        while self._reading and self._reading[0][0].query():
+            self._reading.popleft()
 
     def _mend(self) -> bool:
         """Begin with an empty buffer, if nobody reads it; whether that was done."""
@@ -221,6 +238,8 @@ class Streamer:
 
     def _fetch_ahead(self) -> None:
         copies, order = self._now.copies, self._now.order
+        if len(copies) == len(self._now.weights):
+            return
         for number in order.coming():
             if number in copies:
                 continue
@@ -271,6 +290,7 @@ class Streamer:
         self._open = False
         if self._is_broken:  # `_mend` does it
             return
+        self._let_go()
         for copy in self._now.copies.values():
             copy.outdated = True
         if not self._compute.capturing():  # into a graph no mark may go

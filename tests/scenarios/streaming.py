@@ -6,7 +6,9 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ import torch_tiers as tiers
 from tests.programs import PROGRAMS, deterministic_kernels, run
 from tests.scenarios import Program, batch, bits, blocks, gradients, main, moved, perceptron, streamed, train
 from torch_tiers.assembly import Session
+from torch_tiers.migrator.runtime import streamed_weights
+from torch_tiers.migrator.weights.streamer import Streamer
 
 
 def _streamed(session: Session) -> int:
@@ -363,6 +367,136 @@ def lets_go_of_a_model_that_is_gone(device: torch.device) -> None:
         del model
         gc.collect()
         assert weight() is None
+
+
+def goes_on_after_a_part_of_the_model_was_evaluated(device: torch.device) -> None:
+    """The part has fewer weights, and gets no gradients then; the model still has all of them."""
+
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = perceptron(device, depth=6), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(6):
+            results += _step(model, device, i, optimizer)
+            with torch.no_grad():
+                results.append(model[0](batch(device, i)).clone())
+        return results
+
+    plain = bits(program(device))
+    weights = sum(p.nbytes for p in perceptron(device, depth=6).parameters())
+    # With gradients they do not fit. Without, they would.
+    with tiers.session(allocator="torch", hbm=int(1.5 * weights), dram="64MiB", policy="keep") as session:
+        assert bits(program(device)) == plain
+        if device.type == "cpu":  # on a GPU PyTorch's allocator has no memory in DRAM
+            assert _streamed(session) > 6 * weights
+
+
+def chooses_again_after_an_interrupt(device: torch.device) -> None:
+    model, interrupts = perceptron(device), [True]
+
+    def open_(*given: Any) -> Streamer:
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return Streamer(*given)
+
+    with (
+        streamed(),
+        mock.patch.object(streamed_weights, "Streamer", open_),
+        tiers.session(allocator="torch", dram="64MiB") as session,
+    ):
+        try:
+            model(batch(device, 0))
+        except KeyboardInterrupt:
+            train(model, device, steps=2)
+        assert not interrupts and _streamed(session) > 0
+
+
+def has_room_for_the_largest_of_models_that_come_later(device: torch.device) -> None:
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session, torch.no_grad():
+        small, large = nn.Linear(64, 64, device=device), nn.Linear(1024, 1024, device=device)
+        small(torch.randn(8, 64, device=device))
+        large(torch.randn(8, 1024, device=device))
+        assert _streamed(session) >= large.weight.nbytes
+
+
+def sees_parameters_that_are_made_anew(device: torch.device) -> None:
+    """On the memory that they had, as tools that convert models do; and elsewhere, while an optimizer has the old."""
+
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model, results = perceptron(device, depth=4), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(9):
+            results += _step(model, device, i, optimizer)
+            if i == 3:
+                with torch.no_grad():
+                    model[0].weight = nn.Parameter(model[0].weight.data)
+            if i == 6:
+                model[2].weight = nn.Parameter(model[2].weight.detach().clone() + 1)
+        return results
+
+    _assert_same(program, device)
+
+
+def copies_once_what_is_on_the_memory_of_another(device: torch.device) -> None:
+    model = perceptron(device, depth=4).requires_grad_(False)
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session, torch.no_grad():
+        read = []
+        for i in range(8):
+            before = _streamed(session)
+            model(batch(device, i))
+            read.append(_streamed(session) - before)
+            if i == 3:
+                for layer in model:
+                    if isinstance(layer, nn.Linear):
+                        layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+        assert read[7] == read[3], read
+
+
+def expects_weights_where_no_optimizer_of_pytorch_steps(device: torch.device) -> None:
+    """A program that infers with gradients on, and one that has an optimizer of its own."""
+    for trains in (False, True):
+        model, kinds = perceptron(device, depth=6), []
+        begin = Streamer.begin
+
+        def note(self: Streamer, kind: Hashable, begin: Any = begin, kinds: list[Hashable] = kinds) -> None:
+            kinds.append(kind)
+            begin(self, kind)
+
+        with (
+            mock.patch.object(Streamer, "begin", note),
+            streamed(),
+            tiers.session(allocator="torch", dram="64MiB"),
+        ):
+            for i in range(6):
+                loss = model(batch(device, i)).square().mean()
+                if trains:
+                    loss.backward()
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p -= 0.1 * p.grad
+                            p.grad = None
+        assert len(kinds) == 6 and kinds[-1] == kinds[-2], "a pass that is like the one before"
+
+
+def is_streamed_after_a_gradient_within_forward(device: torch.device) -> None:
+    """As for a penalty on gradients."""
+    model = perceptron(device, depth=6)
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+
+        class Penalised(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = x.requires_grad_()
+                (grad,) = torch.autograd.grad(self.model(x).sum(), x)
+                self.before = _streamed(session)
+                return self.model(grad)
+
+        penalised = Penalised()
+        penalised(batch(device, 0))
+        assert _streamed(session) > penalised.before
 
 
 def ends_with_the_session(device: torch.device) -> None:

@@ -29,7 +29,7 @@ struct Source {
 struct Substitute {
   size_t number = 0;
   std::shared_ptr<const Source> source;
-  // Whose address is not used again.
+  // Weak, so that the address is not used again.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
   std::atomic<uint32_t> readers = 0;      // operators that were, or are being, given the copy
   std::atomic<bool> is_received = false;  // by collectives, which write at any time until somebody waits for them
@@ -39,10 +39,12 @@ struct Substitute {
   Counter counter;                   // of versions: operators that did not come by, as those of other threads, have it
   uint32_t seen = 0;                 // what it was when the last copy began
 
-  // Of a tensor that is gone nobody counts.
-  bool has_other_version() const {
+  // Of a tensor that is gone nobody counts; from here on the one that is read does.
+  bool has_other_version(const at::Tensor &read) {
     const c10::VariableVersion version = counter.lock();
-    return !version.enabled() || version.current_version() != seen;
+    if (version.enabled()) return version.current_version() != seen;
+    if (!read.is_inference()) counter = Counter(read.unsafeGetTensorImpl()->version_counter());
+    return true;
   }
 };
 
@@ -104,9 +106,9 @@ class Substitutes {
     if (std::find(all.begin(), all.end(), stream) == all.end()) all.push_back(stream);
   }
 
-  bool is_written(const Substitute &of) {
+  bool is_written(Substitute &of, const at::Tensor &read) {
     std::lock_guard lock(mutex_);
-    return of.written || of.has_other_version();
+    return of.written || of.has_other_version(read);
   }
 
   // Another copy begins, of what it holds once these streams are through with what they have been given.
@@ -161,7 +163,7 @@ class Substituted {
 
   // The operator has run. What it returned on the memory of a copy, as no schema told, is on the original's.
   void settle() {
-    for (size_t index = 0; !replaced_.empty() && index < stack_.size(); ++index) {
+    for (size_t index = stack_.size() - effects_.returns; !replaced_.empty() && index < stack_.size(); ++index) {
       if (stack_[index].isTensor()) restore(stack_[index].toTensor());
       if (stack_[index].isTensorList())
         for (const at::Tensor &each : stack_[index].toTensorVector()) restore(each);
@@ -209,11 +211,10 @@ class Substituted {
     auto found = substitutes().find(original);
     if (!found || found->is_received || original.layout() != c10::kStrided || original.key_set().has(kPython)) return;
     const std::shared_ptr<const Source> source = found->source;
-    const Reading reading_now(found);  // before it is asked for
-    const int64_t start = source->ask(found->number, substitutes().is_written(*found));
-    // A signal's handler may have written it while it was copied.
-    if (start < 0 || substitutes().is_written(*found)) return;
-    Reading reading(std::move(found));
+    Reading reading(found);  // before it is asked for
+    const int64_t start = source->ask(found->number, substitutes().is_written(*found, original));
+    // Another thread, or a signal's handler, may have written it while it was copied.
+    if (start < 0 || substitutes().is_written(*found, original)) return;
     at::Tensor alias(original.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
     alias.unsafeGetTensorImpl()->set_storage_keep_dtype(source->buffer);
     alias.unsafeGetTensorImpl()->set_storage_offset(original.storage_offset() + start / int64_t(original.itemsize()));

@@ -41,6 +41,12 @@ def test_state_is_demoted_before_weights_and_promoted_after_them() -> None:
     assert demote_or_promote([*DEMOTED, demoted], short=0, spare=520, budget=1000) == ([], [9, 1])
 
 
+def test_a_weight_that_there_is_no_room_for_keeps_no_other_one_out() -> None:
+    weights = [Resident(1, 100, 100, is_weight=True), *(Resident(k, 10, 10, is_weight=True) for k in (2, 3))]
+    state = Resident(4, 30, 30)
+    assert demote_or_promote([*weights, state], short=0, spare=70, budget=1000) == ([], [2, 3, 4])
+
+
 def test_weights_that_move_lie_evenly_among_those_that_do_not() -> None:
     """So the computation of those that stay hides the copies of those that do not."""
     weights = [Resident(k, 100, 0, is_weight=True) for k in range(12)]

@@ -69,3 +69,11 @@ def test_a_pass_without_reads_leaves_the_order_as_it_was() -> None:
     passed(order, "step")
     passed(order, "step")
     assert list(order.coming()) == [0, 1]
+
+
+def test_a_read_that_comes_once_more_does_not_end_what_is_expected() -> None:
+    """A weight that forward reads twice now, and backward read once."""
+    order = Order()
+    passed(order, "step", 0, 1, 2, 3, 4, 3, 2, 1, 0)
+    passed(order, "step", 0, 1, 0)
+    assert list(order.coming())[:4] == [1, 2, 3, 4]

@@ -34,6 +34,9 @@ class Copied(str):
     def query(self) -> bool:
         return self.copies.passed
 
+    def synchronize(self) -> None:
+        pass
+
 
 @dataclass
 class Streams:
@@ -325,6 +328,7 @@ def test_after_an_interrupt_weights_are_read_where_they_lie_until_the_next_pass(
 
 
 def test_the_memory_of_a_weight_stays_until_it_was_copied(rig: Rig) -> None:
+    rig.copies.passed = False
     rig.streamer.open()
     rig.read(0)
     storage = StorageWeakRef(rig.tensors[0].untyped_storage())
@@ -332,11 +336,23 @@ def test_the_memory_of_a_weight_stays_until_it_was_copied(rig: Rig) -> None:
     rig.asked.tensors = ()
     gc.collect()
     rig.streamer.close()
+    assert not storage.expired()
+    rig.streamer.open()
+    rig.copies.passed = True
+    rig.streamer.close()
+    gc.collect()
+    assert storage.expired()
+
+
+def test_the_memory_of_weights_goes_with_their_model(rig: Rig) -> None:
+    """Another model may be loaded next, for which there has to be room."""
     rig.copies.passed = False
     rig.streamer.open()
-    assert not storage.expired()
+    rig.read(0)
     rig.streamer.close()
-    rig.copies.passed = True
-    rig.streamer.open()
+    storage = StorageWeakRef(rig.tensors[0].untyped_storage())
+    rig.tensors.clear()
+    rig.asked.tensors = ()
+    rig.streamer.drain()
     gc.collect()
     assert storage.expired()
