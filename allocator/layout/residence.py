@@ -143,8 +143,8 @@ class Residence:
     def _move(self, address: int, tier: int) -> bool:
         """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there.
 
-        The core waits for all streams, without the interpreter's lock. Meanwhile the block is mapped nowhere, so nobody
-        may launch what reads it.
+        The core waits for all streams. While the block moves it is mapped nowhere, and none of Python's threads runs.
+        One that is within compiled code, without the interpreter's lock, may not launch what reads the block.
         """
         while True:
             try:

@@ -166,7 +166,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],
         "tn_set_layout": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
         "tn_forget_layout": [U64],
-        "tn_move": [U64, ctypes.c_int],
+        "tn_wait_to_move": [U64, ctypes.c_int],
         "tn_on": [U64, ctypes.c_int],
         "tn_pages_on": [U64, U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(Stats)],
@@ -180,6 +180,14 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     }
     for name, types in others.items():
         getattr(core, name).argtypes = [ctypes.c_void_p, *types]
+    return core
+
+
+@cache
+def exclusive(path: Path = LIBRARY) -> ctypes.PyDLL:
+    """The same, for calls during which no other thread of Python's may run: they keep the interpreter's lock."""
+    core = ctypes.PyDLL(str(path))
+    core.tn_move.argtypes = [ctypes.c_void_p, U64, ctypes.c_int]
     return core
 
 

@@ -132,6 +132,9 @@ TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births,
  * a part of go to HBM; to DRAM only if it is state, as what lies beside it may be read more often. Waits for all
  * streams, or is TN_BUSY, unless all of them lie there already. */
 TN_API int tn_move(tn_core *core, uint64_t address, int tier);
+/* Wait as that does, and no more. It has little to wait for then, should its caller keep other threads from launching
+ * what reads the block: while it moves it is mapped nowhere. */
+TN_API int tn_wait_to_move(tn_core *core, uint64_t address, int tier);
 /* Bytes of a block that lie on `tier`. */
 TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);
 /* Bytes of the pages on `tier` that `bytes` from `address` on, all of one range of addresses, have a part of. */

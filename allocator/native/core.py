@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_tiers.allocator.native.binding import BLOCK, PARTS, PLAIN, REQUEST, U64, Glance, Stats, checked, library
+from torch_tiers.allocator.native.binding import (
+    BLOCK,
+    PARTS,
+    PLAIN,
+    REQUEST,
+    U64,
+    Glance,
+    Stats,
+    checked,
+    exclusive,
+    library,
+)
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "departed", "misplaced")
@@ -218,7 +229,10 @@ class Core:
         CoreBusy
             If a stream is being captured.
         """
-        checked(self._library.tn_move(self._core, address, tier))
+        checked(self._library.tn_wait_to_move(self._core, address, tier))
+        # While it moves it is mapped nowhere: a thread that launched what reads it would end the process. There may be
+        # one of the program's, such as one that writes a checkpoint.
+        checked(exclusive().tn_move(self._core, address, tier))
 
     def on(self, address: int, tier: int) -> int:
         """Bytes of a block that lie on `tier`."""

@@ -295,6 +295,15 @@ int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const 
   }
 }
 
+int tn_wait_to_move(tn_core *core, uint64_t address, int tier) {
+  return enter(core, [&] {
+    Heap *heap = core->heap_of(address);
+    Block *block = heap ? heap->find(address) : nullptr;
+    const bool none = !block || tier < 0 || tier >= kTiers || heap->moved(block->address, block->bytes, Tier(tier));
+    return none ? Status::Ok : core->wait_for_all();
+  });
+}
+
 int tn_move(tn_core *core, uint64_t address, int tier) {
   return enter(core, [&] {
     Heap *heap = core->heap_of(address);

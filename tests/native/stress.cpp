@@ -150,7 +150,10 @@ void move_all(tn_core *core, unsigned seed) {
     blocks.push_back(block);
   }
   for (int i = 0; i < 200 && !blocks.empty(); ++i) {
-    int status = tn_move(core, blocks[random() % blocks.size()].address, random() % 2);
+    const uint64_t moved = blocks[random() % blocks.size()].address;
+    const int tier = random() % 2;
+    tn_wait_to_move(core, moved, tier);
+    int status = tn_move(core, moved, tier);
     expect(status == TN_OK || status == TN_FULL, "a block moves, or the tier is full");
   }
   for (const Block &block : blocks) {
