@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -96,10 +96,8 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
-        try:
+        with closing(self._devices):
             self._streaming.close()
-        finally:
-            self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
         """Ask this advisor at every end of an iteration from now on."""
