@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.streamed_weights import StreamedWeights
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.weights.streamer import Streamer
-
-MOST = 3  # forwards of a model in a row, without a backward, that are told apart
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -70,9 +67,9 @@ class Streaming:
         # Held while weights are chosen and move, so that no thread comes to be within a model meanwhile. One for both,
         # and reentrant: a signal's handler may run a model.
         self._entering = threading.RLock()
-        # Of the pass that trains: the models whose forwards began in it, by identity, and how often; and its kind.
-        self._forwards: Counter[int] = Counter()
-        self._kind: Hashable = None
+        # Of what runs with gradients: whether the next forward begins a pass, the pass's kind, and whether any backward
+        # ran yet. As long as none did, each forward is a pass.
+        self._pass_over, self._kind, self._differentiates = True, (0, True), False
         self._seen: dict[int, weakref.ref[nn.Module]] = {}  # models, by identity, as long as they live
 
     @property
@@ -162,8 +159,8 @@ class Streaming:
         if not self.active or _is_capturing():
             return
         trains = torch.is_grad_enabled()
+        begins, kind = not trains or self._pass_over, (id(root), trains)
         self._close()
-        begins, kind = self._begin_or_go_on(root) if trains else (True, (id(root),))
         if begins:
             with self._entering:
                 if not self._weights.are_whole(in_use=trains):
@@ -171,26 +168,17 @@ class Streaming:
                 for device in tuple(self._weights.streamers):
                     # Where it trains, the end of a step has weights move.
                     self._weights.follow(device, may_move=not trains and self._thread.is_within)
+        if begins and trains:
+            self._kind = kind
         for streamer in self._streamers:
             if begins:
                 streamer.begin(kind)
             else:
-                streamer.resume(kind)
+                streamer.resume(self._kind)
             streamer.open()
         self._thread.in_forward = True
-
-    def _begin_or_go_on(self, root: nn.Module) -> tuple[bool, Hashable]:
-        """Whether a pass that trains begins with this forward, and the kind of the pass.
-
-        One ends with a backward, or with an optimizer's step; and as its first model's forward begins once more, as
-        where a program infers with gradients on.
-        """
-        repeats = self._forwards[id(root)]
-        self._forwards[id(root)] += 1
-        begins = not repeats and len(self._forwards) == 1
-        if begins or repeats:
-            self._kind = id(root), min(repeats, MOST)
-        return begins or repeats > 0, self._kind
+        if trains:
+            self._pass_over = not self._differentiates
 
     def backward_begins(self) -> None:
         """A backward begins in this thread, perhaps within another."""
@@ -203,7 +191,7 @@ class Streaming:
         """It has ended, also when it raised."""
         if self.active and _graph_task() == -1:
             self._close()
-            self._forwards = Counter()
+            self._differentiates = self._pass_over = True
             if self._thread.in_forward:
                 for streamer in self._streamers:
                     streamer.open()
@@ -214,8 +202,8 @@ class Streaming:
             self._close()
 
     def stepped(self) -> None:
-        """The optimizer has stepped that ends a pass."""
-        self._forwards = Counter()
+        """The optimizer has stepped that ends a period, and a pass with it."""
+        self._pass_over = True
 
     def _close(self) -> None:
         for streamer in self._streamers:

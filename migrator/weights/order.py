@@ -1,6 +1,6 @@
 """The order in which a pass reads its weights, as the last pass of its kind did. Pure.
 
-A pass is one call of a model without gradients, or a training step: forwards and backwards up to the optimizer's step.
+A pass is one call of a model without gradients; or forwards with gradients, and the backwards that follow them.
 """
 
 from __future__ import annotations

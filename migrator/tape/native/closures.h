@@ -203,7 +203,7 @@ std::shared_ptr<PyObject> function_of(PyObject *object) {
 
 // What `function(number, written)` returns. What it raises in the main thread comes after the operator, which reads the
 // storage; in others, the operator raises.
-Source::Ask asks(PyObject *object) {
+CopySource::Ask asks(PyObject *object) {
   return [function = function_of(object)](size_t number, bool written) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
     int64_t start = -1;

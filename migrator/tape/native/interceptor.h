@@ -56,10 +56,10 @@ void carry_out(const c10::OperatorHandle &op, c10::DispatchKeySet keys, c10::Dis
     op.redispatchBoxed(below, stack);
     return;
   }
-  Substituted substituted(recorder().effects(op), *stack);
+  ArgumentSwap swap(recorder().effects(op), *stack);
   const Timed timed(op, keys);  // after that: what the stream waits for a copy is not the operator's
   op.redispatchBoxed(below, stack);
-  substituted.settle();
+  swap.settle();
 }
 
 void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {

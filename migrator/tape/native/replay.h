@@ -154,9 +154,9 @@ class Replay {
       std::optional<Draws> draws;
       if (call.drawn >= 0) draws.emplace(closure_.drawn[size_t(call.drawn)], call, stack_);
       c10::GradMode::set_enabled(call.grad);
-      Substituted substituted(*call.step->effects, stack_);
+      ArgumentSwap swap(*call.step->effects, stack_);
       call.recipe->op->callBoxed(stack_);
-      substituted.settle();
+      swap.settle();
     }
     take(call);
     stack_.clear();

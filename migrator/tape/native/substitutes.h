@@ -8,16 +8,21 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <algorithm>
+#include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "record.h"
 
 namespace {
 
 // Where the copies of some storages come from, and lie.
-struct Source {
+struct CopySource {
   // Returns where in the buffer the copy begins that the current stream may read; -1 if the storage itself is to be
   // read. `written`: the copy is outdated.
   using Ask = std::function<int64_t(size_t number, bool written)>;
@@ -28,7 +33,7 @@ struct Source {
 
 struct Substitute {
   size_t number = 0;
-  std::shared_ptr<const Source> source;
+  std::shared_ptr<const CopySource> source;
   // Weak, so that the address is not used again.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
   std::atomic<uint32_t> readers = 0;      // operators that were, or are being, given the copy
@@ -55,7 +60,7 @@ class Substitutes {
   bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
 
   // One of each, with its place for a number.
-  static All of(const std::vector<at::Tensor> &tensors, const std::shared_ptr<const Source> &source) {
+  static All of(const std::vector<at::Tensor> &tensors, const std::shared_ptr<const CopySource> &source) {
     All all;
     for (const at::Tensor &each : tensors) {
       auto made = std::make_shared<Substitute>();
@@ -140,9 +145,9 @@ Substitutes &substitutes() {
 }
 
 // While it lives, an operator's arguments on the stack are the copies; of one that writes it is noted.
-class Substituted {
+class ArgumentSwap {
  public:
-  Substituted(const Effects &effects, torch::jit::Stack &stack) : effects_(effects), stack_(stack) {
+  ArgumentSwap(const Effects &effects, torch::jit::Stack &stack) : effects_(effects), stack_(stack) {
     if (substitutes().empty()) return;
     const size_t first = stack.size() - effects.arguments;
     for (size_t index = 0; index < effects.arguments; ++index) {
@@ -156,10 +161,10 @@ class Substituted {
   }
 
   // Once more: a copy that another thread has begun since has what was there before, or a part of it.
-  ~Substituted() { note_written(); }
+  ~ArgumentSwap() { note_written(); }
 
-  Substituted(const Substituted &) = delete;
-  Substituted &operator=(const Substituted &) = delete;
+  ArgumentSwap(const ArgumentSwap &) = delete;
+  ArgumentSwap &operator=(const ArgumentSwap &) = delete;
 
   // The operator has run. What it returned on the memory of a copy, as no schema told, is on the original's.
   void settle() {
@@ -188,7 +193,7 @@ class Substituted {
   struct Replaced {
     Reading reading;
     at::Tensor original;
-    std::shared_ptr<const Source> source;
+    std::shared_ptr<const CopySource> source;
     uint64_t start;
   };
 
@@ -210,7 +215,7 @@ class Substituted {
     const at::Tensor original = argument.toTensor();
     auto found = substitutes().find(original);
     if (!found || found->is_received || original.layout() != c10::kStrided || original.key_set().has(kPython)) return;
-    const std::shared_ptr<const Source> source = found->source;
+    const std::shared_ptr<const CopySource> source = found->source;
     Reading reading(found);  // before it is asked for
     const int64_t start = source->ask(found->number, substitutes().is_written(*found, original));
     // Another thread, or a signal's handler, may have written it while it was copied.

@@ -262,7 +262,7 @@ PyObject *clock_leave(PyObject *, PyObject *span) {
 PyObject *substitute(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 3, "substitute(tensors, ask, buffer)");
-    auto source = std::make_shared<const Source>(Source{asks(args[1]), tensor_of(args[2]).storage()});
+    auto source = std::make_shared<const CopySource>(CopySource{asks(args[1]), tensor_of(args[2]).storage()});
     auto all = std::make_unique<Substitutes::All>(Substitutes::of(tensors_of(args[0]), source));
     Object capsule = checked(PyCapsule_New(all.get(), kSubstitutes, [](PyObject *of) {
       std::unique_ptr<Substitutes::All> dropped(&held_by<Substitutes::All>(of, kSubstitutes));
