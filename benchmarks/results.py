@@ -23,6 +23,7 @@ from torch_tiers.allocator.sizes import GiB
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
 README = HERE.parent / "README.md"
+PICTURE = HERE / "speeds.svg"
 ORDER = (
     "zoo fractions compiled largest room predictions contention lanes drives streaming step host requests coverage "
     "faults"
@@ -98,6 +99,7 @@ def main(words: list[str] | None = None) -> None:
         speeds.take_over(options.zoo)
     PAGE.write_text(page())
     README.write_text(readme(README.read_text()))
+    PICTURE.write_text(speeds.picture(speeds.load()))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.zoo.results import OWN, PLAIN, GiB, read
+from torch_tiers.planning.html import drawn
+from torch_tiers.planning.html.axes import blank
 
 FILE = Path(__file__).parent / "data/zoo.json"
 CLAIMED = 60  # percent of what the plain program reserves
@@ -55,6 +57,23 @@ def _claim(one: Speed) -> str:
     """A program in README, with its own checkpointing and the share of plain's memory that this takes."""
     beside = f" ({_own(one)})" if "own_speed" in one else ""
     return f"{one['program']} {one['speed']:.3f}{beside}{'' if one['settled'] else ' not settled'}"
+
+
+def picture(speeds: Sequence[Speed]) -> str:
+    """README's figure, as SVG: a bar for each program, and a mark for its own checkpointing."""
+    of = [one for one in speeds if one["budget"] == CLAIMED]
+    own = [(one["own_speed"], place) for place, one in enumerate(of) if "own_speed" in one]
+    with drawn.styled():
+        figure = blank(3.6)
+        axes = figure.add_subplot()
+        axes.barh(range(len(of)), [one["speed"] for one in of], color="#4477aa", label=f"torch-tiers at {CLAIMED}%")
+        axes.plot(*zip(*own, strict=True), "|", color="#cc6677", markersize=11, markeredgewidth=2.5, label=OWN)
+        axes.axvline(1, color="#888888", linewidth=0.8)
+        axes.set_yticks(range(len(of)), [one["program"] for one in of])
+        axes.invert_yaxis()
+        axes.set(xlabel="of plain's speed", xlim=(0, 1.2))
+        axes.legend(loc="lower right")
+        return drawn.svg(figure)
 
 
 def shown(speeds: Sequence[Speed]) -> list[list[str]]:

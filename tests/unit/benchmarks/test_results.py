@@ -49,6 +49,7 @@ def test_the_page_is_what_data_and_reports_say(tmp_path: Path, monkeypatch: pyte
     written = results.PAGE.read_text()
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
     monkeypatch.setattr(results, "README", Path(shutil.copy(ROOT / "README.md", tmp_path)))
+    monkeypatch.setattr(results, "PICTURE", tmp_path / "speeds.svg")
     results.main([])
     assert (tmp_path / "RESULTS.md").read_text() == written, "run python -m benchmarks.results"
     assert "<!--" not in written
@@ -59,6 +60,15 @@ def test_the_table_of_the_readme_is_what_the_command_makes_of_the_zoo() -> None:
     assert results.readme(text) == text, "run python -m benchmarks.results"
     with pytest.raises(ValueError, match="README has no table"):
         results.readme("no table")
+
+
+def test_the_picture_of_the_readme_has_all_programs_of_its_table() -> None:
+    """Of its lines matplotlib's versions may differ."""
+    assert f"({results.PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+    shown = set(re.findall(r">([^<>]+)</text>", results.PICTURE.read_text()))
+    now = set(re.findall(r">([^<>]+)</text>", speeds.picture(speeds.load())))
+    named = {one["program"] for one in speeds.load() if one["budget"] == speeds.CLAIMED}
+    assert named <= shown and shown == now, "run python -m benchmarks.results"
 
 
 def test_what_is_claimed_is_the_median_and_the_worst_of_all_programs() -> None:

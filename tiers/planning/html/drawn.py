@@ -50,15 +50,19 @@ def styled() -> Iterator[None]:
 
 def inline(name: str, figure: Figure) -> str:
     """Return a figure as a part of a page, whose ids begin with its name."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata=_NOTHING)
-    svg = file.getvalue()
-    if len(svg) > MOST:
+    file = svg(figure)
+    if len(file) > MOST:
         picture = base64.b64encode(png(figure)).decode("ascii")
         return f'<img alt="" src="data:image/png;base64,{picture}">'
-    svg = svg[svg.index("<svg") :].rstrip()
     # Figures on one page have the same ids, which are to be told apart.
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", file[file.index("<svg") :].rstrip())
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as an SVG file."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=_NOTHING)
+    return file.getvalue()
 
 
 def png(figure: Figure) -> bytes:
