@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class StreamedWeights:
         self._devices = devices
         self._counters = counters
         self._moving = moving
-        self._substitutes: MakeSubstitutes | None = None
+        self._substitutes = cache(lambda: options().substitutes())  # which takes long, and may be refused
         self._eligible: dict[torch.device, list[Weight]] = {}  # that may be streamed
         self._streamed: dict[torch.device, set[Weight]] = {}  # of these, what the streamers were given
 
@@ -111,16 +111,14 @@ class StreamedWeights:
             return
         if _identities(eligible) == _identities(self._eligible.get(device, ())) and self.are_whole(in_use=True):
             return  # another outermost module came, of the same weights
-        if self._substitutes is None:
-            self._substitutes = self._options().substitutes()
-            if self._substitutes is None:
-                return  # to read them where they lie would take far longer than what is gained
+        if (substitutes := self._substitutes()) is None:
+            return  # to read them where they lie would take far longer than what is gained
         if (residence := self.residence(device)) is not None:
             residence.set_weights(partial(_by_address, eligible))
             with self._moving() as may:
                 if may:
                     residence.place([weight.address for weight in eligible], self._others(device, eligible))
-        self._open(device, self._substitutes, buffer_bytes([weight.nbytes for weight in eligible], budget))
+        self._open(device, substitutes, buffer_bytes([weight.nbytes for weight in eligible], budget))
         self._stream(device, eligible, weights)
         self._eligible[device] = eligible  # last: after an interrupt all of it is done again
         log.info(
