@@ -2,6 +2,6 @@
 
 `periods` runs after each step and decides. It asks `sequence` what the next step will request, `packing` for an address
 for each request, `kinds` which kinds of steps recur, `evaluations` whether an evaluation came after the step, and
-`demotion` which optimizer state moves to DRAM. `false_sharing` measures what blocks cost that share a page. `lifetimes`
-and `groups` serve the migrator: they cut saved tensors that die together into groups that move together.
+`residence` and `demotion` which state and weights move to DRAM. `lifetimes` and `groups` serve the migrator: they cut
+saved tensors that die together into groups that move together.
 """

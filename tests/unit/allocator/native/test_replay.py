@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.allocator.native.false_sharing import false_sharing_share
 from tests.unit.one_core import OnOneCore
-from torch_tiers.allocator.layout.false_sharing import false_sharing_share
 from torch_tiers.allocator.layout.packing import pack
 from torch_tiers.allocator.layout.sequence import Log, predict
 from torch_tiers.allocator.native import Core, Counts
