@@ -12,12 +12,23 @@ from torch_tiers.allocator.layout.sequence import Log
 from torch_tiers.allocator.native import DRAM, USED, Core
 
 
-class _AtStep(NamedTuple):
-    """Counts at an optimizer's step: requests of the period, departures so far, bytes of DRAM."""
+class AtStep(NamedTuple):
+    """Counts at an optimizer's step.
+
+    Attributes
+    ----------
+    requests : int
+        Of the period.
+    departed : int
+        Departures since the core was opened.
+    dram, spilled : int
+        Bytes of DRAM; and the most in use there in the period, as there was no room in HBM.
+    """
 
     requests: int
     departed: int
     dram: int
+    spilled: int
 
 
 class Evaluations:
@@ -25,16 +36,16 @@ class Evaluations:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._at_step: _AtStep | None = None  # when the last optimizer had stepped
+        self._at_step: AtStep | None = None  # when the last optimizer had stepped
         self._last: Log | None = None  # the last period's log without what was cut off; None if it was not cut
         self._before: Log | None = None  # the same of the one before
 
     def step_over(self) -> None:
         """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
         now = self._core.glance()
-        self._at_step = _AtStep(now.requests, now.departed, now.dram)
+        self._at_step = AtStep(now.requests, now.departed, now.dram, now.spilled_so_far)
 
-    def period_over(self, dram: int, *, may_be: bool) -> int | None:
+    def period_over(self, dram: int, *, may_be: bool) -> AtStep | None:
         """The period has ended, with `dram` bytes of DRAM mapped: cut off what came after its steps, if it has to be.
 
         Parameters
@@ -44,8 +55,8 @@ class Evaluations:
 
         Returns
         -------
-        int or None
-            Departures since the core was opened, up to the cut; None if the period is not cut.
+        AtStep or None
+            What was counted up to the cut; None if the period is not cut.
         """
         at_step, self._at_step = self._at_step, None
         before, self._before, self._last = self._last, self._last, None
@@ -58,7 +69,7 @@ class Evaluations:
         if len(log.requests) and log.most_alive() <= max(_room(self._core), cut.most_alive()):
             return None
         self._last = cut
-        return at_step.departed
+        return at_step
 
     def forget_step(self) -> None:
         """A period has ended that is not cut, nor was the one before."""

@@ -136,15 +136,15 @@ class Periods:
     def _look(self, now: Glance, departed_before: int, alone: bool) -> bool:
         """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
         core, watch, kinds = self.core, self._watch, self._kinds
-        departed, dram = now.departed, now.dram
+        departed, dram, spilled = now.departed, now.dram, now.spilled
         new_plans = self._new_plans  # read once: what another thread sets from here on is for the period after
-        until_steps = self._evaluations.period_over(dram, may_be=alone and new_plans is None)
-        if until_steps is not None:
+        cut = self._evaluations.period_over(dram, may_be=alone and new_plans is None)
+        if cut is not None:
             self._lay_out_again()
-            departed, dram = until_steps, core.glance().dram
+            departed, dram, spilled = cut.departed, core.glance().dram, cut.spilled
         since = departed - departed_before
         self._claims.period_over(self._device, core, dram)
-        demoted = self.residence.period_over(dram, alone=alone)
+        demoted = self.residence.period_over(spilled, alone=alone)
         self._has_no_layout = new_plans is not None
         if new_plans is not None:
             self._new_plans = None

@@ -30,7 +30,7 @@ class Residence:
     Attributes
     ----------
     overflow : int
-        Bytes for which the last period had no room in HBM: what lay in DRAM, without state and weights.
+        The most bytes in use for which the last period had no room in HBM.
     spilled : bool
         Whether there was more in DRAM than weights: kernels read that over the link that the migrator uses.
     """
@@ -42,12 +42,12 @@ class Residence:
         self._core = core
         self._claims = claims
         self.spilled = False
-        # Periods in a row that had something in DRAM; the same but for weights, which may lie there; forwards.
-        self._periods = self._spilled = self._passes = 0
+        # Periods in a row with anything in DRAM, those with an overflow, and forwards.
+        self._periods = self._overflows = self._passes = 0
 
     def forget(self) -> None:
         """Take note that plans change: the periods before them say nothing of those to come."""
-        self._periods = self._spilled = 0
+        self._periods = self._overflows = 0
 
     def in_dram(self, address: int) -> bool:
         """Whether a block, or a part of it, lies in DRAM."""
@@ -69,35 +69,30 @@ class Residence:
             if self.in_dram(address) and not self._move(address, HBM):
                 break
 
-    def period_over(self, dram: int, *, alone: bool) -> bool:
-        """Demote to make room in HBM for the `dram` bytes in DRAM, or promote; whether anything was demoted.
+    def period_over(self, spilled: int, *, alone: bool) -> bool:
+        """Demote to make room in HBM for the bytes that `spilled` in the period, or promote; whether any was demoted.
 
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
-        self._periods = self._periods + 1 if dram else 0
-        weights = self._weights()
-        of_weights = self._bytes_of_pages(weights)
-        dram -= of_weights
-        self._spilled = self._spilled + 1 if dram else 0
         glance = self._core.glance()
-        self.spilled, self.overflow = dram > 0, max(0, dram - glance.dram_state) if dram else 0
+        self.overflow, self.spilled = spilled, spilled > 0 or glance.dram_state > 0
+        self._periods = self._periods + 1 if glance.dram else 0
+        self._overflows = self._overflows + 1 if spilled else 0
         if not alone:
             return False
+        weights = self._weights()
+        if not spilled:
+            return self._periods >= PATIENCE and self._move_some(weights, 0)
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
-        # that takes tens of times as long. Some of it may have been unmapped by now.
-        short = glance.dram_peak - glance.dram_state - of_weights if weights else 0
-        if short > 0:
-            return self._move_some(weights, short)
-        settled = self._spilled if self.overflow else self._periods
-        return settled >= PATIENCE and self._move_some(weights, self.overflow)
+        # that takes tens of times as long.
+        return (bool(weights) or self._overflows >= PATIENCE) and self._move_some(weights, spilled)
 
     def pass_over(self) -> None:
         """Demote or promote weights between two forwards of a program that does not train, and so has no periods."""
         self._passes += 1
         glance = self._core.glance()
         if self._passes % PATIENCE == 0 and glance.dram:
-            weights = self._weights()
-            self._move_some(weights, glance.dram - glance.dram_state - self._bytes_of_pages(weights))
+            self._move_some(self._weights(), glance.spilled_so_far)
 
     def _residents(self, weights: Mapping[int, int]) -> list[Resident]:
         """By how much these lie in DRAM, and may: their whole pages."""
@@ -108,14 +103,6 @@ class Residence:
             if whole > 0:
                 found.append(Resident(address, whole, core.pages_on(first, whole, DRAM), True))
         return found
-
-    def _bytes_of_pages(self, weights: Mapping[int, int]) -> int:
-        """Bytes of the pages in DRAM that these have a part of. One that two have a part of counts once."""
-        page, total, end = self._core.page_bytes, 0, 0
-        for address, nbytes in sorted(weights.items()):
-            begin, end = max(end, address // page * page), round_up(address + nbytes, page)
-            total += self._core.pages_on(begin, end - begin, DRAM)
-        return total
 
     def _move_some(self, weights: Mapping[int, int], short: int) -> bool:
         core = self._core

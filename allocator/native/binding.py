@@ -107,8 +107,9 @@ class Glance(ctypes.Structure):
         Requests of the period under way, so far.
     repeated : int
         Whether the last period had the same requests, at the same events, as the one before it.
-    dram_peak : int
-        The most that `dram` was in the last period, since anything was moved. At its end idle pages may be unmapped.
+    spilled, spilled_so_far : int
+        The most bytes in use in DRAM for which there was no room in HBM, so without state and what was moved: in the
+        last period, and in the one under way since anything was moved.
     """
 
     departed: int
@@ -118,10 +119,14 @@ class Glance(ctypes.Structure):
     came: int
     requests: int
     repeated: int
-    dram_peak: int
+    spilled: int
+    spilled_so_far: int
     _fields_: ClassVar[list[Any]] = [
         (name, ctypes.c_int64)
-        for name in ("departed", "dram", "dram_state", "present", "came", "requests", "repeated", "dram_peak")
+        for name in (
+            *("departed", "dram", "dram_state", "present", "came", "requests", "repeated"),
+            *("spilled", "spilled_so_far"),
+        )
     ]
 
 

@@ -282,8 +282,11 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
 }
 
 void tn_core::record_allocation(Heap *heap, Block *block, uint64_t requested) {
-  block->demoted = 0;
-  if (heap->state() && heap->tier() == kDram) demote(block, block->bytes);
+  block->demoted = block->spilled = 0;
+  if (heap->state() && heap->tier() == kDram)
+    demote(block, block->bytes);
+  else if (pages[kDram].made())
+    spill(block, heap->on(kDram, block->address, block->bytes));
   block->requested = requested;
   block->small = block->bytes <= kSmall;
   block->period = period;
@@ -310,6 +313,7 @@ Status tn_core::free(uint64_t address) {
   if (!block) return fail(Status::Invalid, "nothing in use begins at this address");
   pools[heap->pool()].used -= block->bytes;
   demote(block, 0);
+  spill(block, 0);
   if (block->request != UINT32_MAX) {
     uint32_t ago = period - block->period;
     int64_t now = log[0].events++;

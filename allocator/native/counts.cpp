@@ -1,4 +1,6 @@
 // What a core counts beyond its statistics: how much HBM is needed, and how much of what is in use was demoted.
+#include <algorithm>
+
 #include "state.h"
 
 using namespace tiers;
@@ -22,4 +24,11 @@ uint64_t tn_core::state_in_hbm() const {
 void tn_core::demote(Block *block, uint64_t bytes) {
   demoted += int64_t(bytes) - int64_t(block->demoted);
   block->demoted = bytes;
+}
+
+// So many bytes of a block lie in DRAM, as there was no room in HBM.
+void tn_core::spill(Block *block, uint64_t bytes) {
+  spilled += int64_t(bytes) - int64_t(block->spilled);
+  block->spilled = bytes;
+  spilled_most = std::max(spilled_most, spilled);
 }

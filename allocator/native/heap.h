@@ -28,6 +28,7 @@ struct Block {
   uint64_t requested = 0;
   uint32_t period = 0, request = 0;  // where the log tells of its birth
   uint64_t demoted = 0;              // bytes that lie in DRAM, as they may
+  uint64_t spilled = 0;              // bytes that lie in DRAM, as there was no room in HBM
   std::vector<Stream> streams;       // that use it besides its heap's own
 };
 

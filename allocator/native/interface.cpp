@@ -41,7 +41,8 @@ tn_glance glance(const tn_core &core) {
           int64_t(core.layout.came),
           int64_t(core.log[0].requests.size()),
           core.log[1].repeats(core.log[2]),
-          int64_t(core.dram_peak * core.page)};
+          core.spilled_before,
+          core.spilled_most};
 }
 
 }  // namespace
@@ -232,7 +233,7 @@ void tn_mark(tn_core *core, tn_glance *out) {
   core->log[0].requests.clear();
   core->log[0].events = core->log[0].sum = 0;
   ++core->period;
-  core->dram_peak = core->pages[kDram].take_recent_peak();
+  core->spilled_before = std::exchange(core->spilled_most, core->spilled);
   core->no_growth = 0;
   core->layout.came = core->layout.next;
   core->layout.next = 0;
@@ -315,11 +316,13 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
       if (status != Status::Ok) return status;
       status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
     }
-    core->demote(block, heap->on(kDram, block->address, block->bytes));
+    const uint64_t in_dram = heap->on(kDram, block->address, block->bytes);
+    core->demote(block, tier == kDram ? in_dram : 0);
+    core->spill(block, tier == kDram ? 0 : in_dram);
+    core->spilled_most = core->spilled;  // what lay there before is over
     // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would be demoted
     // again. What it left in HBM would be taken for what the program needs there.
     Status trimmed = core->pages[tier == kHbm ? kDram : kHbm].trim();
-    core->pages[kDram].take_recent_peak();  // the period that begins has what lies there now
     return status == Status::Ok ? trimmed : status;
   });
 }

@@ -30,7 +30,7 @@ Status Pages::take(uint64_t count, std::vector<Handle> *out) {
       add_idle(taken);
       return status;
     }
-    set_made(made_ + 1);
+    peak_ = std::max(peak_, ++made_);
     taken.push_back(handle);
   }
   out->insert(out->end(), taken.begin(), taken.end());
@@ -47,9 +47,10 @@ uint64_t Pages::make_idle(uint64_t count) {
   count = std::min(count, available());
   Handle handle = 0;
   while (idle_.size() < count && primitives_.create(tier_, &handle) == Status::Ok) {
-    set_made(made_ + 1);
+    ++made_;
     idle_.push_back(handle);
   }
+  peak_ = std::max(peak_, made_);
   return std::min<uint64_t>(count, idle_.size());
 }
 

@@ -1,8 +1,6 @@
 // The physical pages of one tier: a limit, how many exist, and which of them are idle (mapped nowhere).
 #pragma once
 
-#include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "driver/primitives.h"
@@ -31,8 +29,6 @@ class Pages {
   uint64_t made() const { return made_; }
   uint64_t peak() const { return peak_; }
   void reset_peak() { peak_ = made_; }
-  // The most that there were since this was last called. From now on it is what there is.
-  uint64_t take_recent_peak() { return std::exchange(recent_peak_, made_); }
   uint64_t limit() const { return limit_; }
   // What is there already stays, and may be taken again until it is released to the system.
   void set_limit(uint64_t pages) { limit_ = pages; }
@@ -41,13 +37,7 @@ class Pages {
   Primitives &primitives_;
   Tier tier_;
   uint64_t limit_;
-  void set_made(uint64_t made) {
-    made_ = made;
-    peak_ = std::max(peak_, made);
-    recent_peak_ = std::max(recent_peak_, made);
-  }
-
-  uint64_t made_ = 0, peak_ = 0, recent_peak_ = 0;
+  uint64_t made_ = 0, peak_ = 0;
   std::vector<Handle> idle_;
 };
 

@@ -112,10 +112,11 @@ struct tn_core {
   int lifetime_class = TN_ANY;
   uint64_t most_state = UINT64_MAX;  // bytes of state in HBM
   int64_t demoted = 0;               // bytes in use of state and weights that lie in DRAM, as they may
-  int captures = 0;                  // of graphs that may be under way
-  tiers::Log log[3];                 // of the present period, the one before, and the one before that
+  // Bytes in use that lie in DRAM, as there was no room in HBM: now, the most in this period, and in the one before.
+  int64_t spilled = 0, spilled_most = 0, spilled_before = 0;
+  int captures = 0;   // of graphs that may be under way
+  tiers::Log log[3];  // of the present period, the one before, and the one before that
   uint32_t period = 0;
-  uint64_t dram_peak = 0;  // pages, in the last one
   tiers::Layout layout;
   tn_stats stats{};
   std::atomic<int64_t> delayed{0};  // nanoseconds, of requests for which pages were to be mapped
@@ -151,6 +152,7 @@ struct tn_core {
   int64_t needed() const;
   uint64_t state_in_hbm() const;
   void demote(Block *block, uint64_t bytes);
+  void spill(Block *block, uint64_t bytes);
   void record_allocation(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);

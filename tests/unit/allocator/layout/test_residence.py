@@ -91,12 +91,23 @@ def test_the_ends_of_weights_are_not_taken_for_what_hbm_has_no_room_for(pages: O
     weights = [core.allocate(3 * MiB + 512) for _ in range(4)]
     residence = pages.residence(GPU)
     assert residence is not None
-    residence.set_weights(lambda: dict.fromkeys(weights, 3 * MiB + 512))
-    for _ in range(PATIENCE):
-        residence.pass_over()
+    residence.place(weights, ())
     pages.begin()
-    pages.period_over()
-    assert pages.overflow(GPU) == 0
+    for _ in range(2):
+        pages.period_over()
+        assert pages.overflow(GPU) == 0
+
+
+def test_what_an_earlier_step_has_left_mapped_in_dram_is_no_overflow(core: Core, pages: OnOneCore) -> None:
+    """It was taken off the budget, step after step, though nobody used it any more."""
+    pages.more(64 * MiB)
+    for address in [core.allocate(40 * MiB), core.allocate(40 * MiB)]:
+        core.free(address)
+    assert core.mark().spilled >= 16 * MiB
+    step(core, 8 * MiB)
+    now = core.mark()
+    assert now.dram > 0
+    assert now.spilled == 0
 
 
 def test_what_stays_in_hbm_comes_there_with_the_pages_that_it_has_a_part_of(pages: OnOneCore, core: Core) -> None:
