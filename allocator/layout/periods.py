@@ -181,10 +181,7 @@ class Periods:
     # ----------------------------------------------------------------------------------- layouts
 
     def _lay_out_again(self) -> None:
-        """Unmap what an evaluation left idle in DRAM, and begin the layout anew.
-
-        Left mapped, it would be taken for what periods have no room for in HBM, and state would be demoted for it.
-        """
+        """Unmap what an evaluation left idle in DRAM, which other processes may need, and begin the layout anew."""
         layouts = self._kinds.layouts()
         if layouts:
             self._set_layout(layouts)

@@ -320,8 +320,7 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     core->demote(block, tier == kDram ? in_dram : 0);
     core->spill(block, tier == kDram ? 0 : in_dram);
     core->spilled_most = core->spilled;  // what lay there before is over
-    // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would be demoted
-    // again. What it left in HBM would be taken for what the program needs there.
+    // What it left in DRAM is other processes' as well; what it left in HBM would be taken for what the program needs.
     Status trimmed = core->pages[tier == kHbm ? kDram : kHbm].trim();
     return status == Status::Ok ? trimmed : status;
   });
