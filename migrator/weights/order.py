@@ -8,7 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+END = -1  # in the place of a weight: a forward or a backward ends, and with it all copies
 KINDS = 16  # of passes that are remembered, at most: a program may have ever new models
 MOST = 1 << 16  # reads of a pass that are remembered, at most: a pass may have no end
 
@@ -60,27 +62,36 @@ class Order:
         """The last pass of this kind goes on, after one of another kind in its midst, such as an evaluation."""
         self._pass = self._passes.get(kind, self._pass)
 
-    def read(self, weight: int) -> None:
-        """A weight is read."""
+    def read(self, weight: int) -> bool:
+        """A weight is read; whether the pass was expected to read it at any time."""
         now = self._pass
-        if now.now and now.now[-1] == weight:
-            return
+        places = now.places.get(weight, [])
+        if weight != END and now.now and now.now[-1] == weight:
+            return bool(places)
         if len(now.now) < MOST:
             now.now.append(weight)
-        places = now.places.get(weight, [])
         if places:  # else it was not expected, and what was still is
             # Where it was read nearest to the place that was come to, as some are left out, and others come once more.
             index = bisect_left(places, now.next)
             around = places[max(0, index - 1) : index + 1]
             now.next = min(around, key=lambda place: (abs(place - now.next), place < now.next)) + 1
+        return bool(places)
+
+    def end(self) -> None:
+        """A forward or a backward ends: what is read after it is not expected before the next one begins."""
+        self.read(END)
 
     def coming(self) -> Iterator[int]:
         """The weights that are expected, the next one first; one that is read several times comes as often."""
         now = self._pass
-        return (now.reads[place] for place in range(now.next, len(now.reads)))
+        return takewhile(END.__ne__, (now.reads[place] for place in range(now.next, len(now.reads))))
 
     def reads_before(self, weight: int) -> float:
         """How many reads are expected before this weight is read again; infinity if that is not expected."""
+        place = self._next_place(weight)
+        return place - self._pass.next if place < self._next_place(END) else float("inf")
+
+    def _next_place(self, weight: int) -> float:
         places = self._pass.places.get(weight, [])
         index = bisect_left(places, self._pass.next)
-        return places[index] - self._pass.next if index < len(places) else float("inf")
+        return places[index] if index < len(places) else float("inf")

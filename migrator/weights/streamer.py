@@ -127,8 +127,8 @@ class Streamer:
         self._alone(self._begin)
 
     def close(self) -> None:
-        """A forward or a backward has ended; copies are good no more."""
-        self._alone(self._give_up_all)
+        """A forward or a backward has ended, in which copies were good."""
+        self._alone(self._end)
 
     def drain(self) -> None:
         """Wait for copies and let go of the weights' memory; not while another thread is at work here."""
@@ -226,14 +226,15 @@ class Streamer:
             if not self._give_up(choice, number, but_for=1):
                 return IN_PLACE
             copy = None
-        choice.order.read(number)
+        was_expected = choice.order.read(number)
         copy = copy or self._fetch(number, choice.copies)
         stream = self._compute.stream()
         if copy is not None and stream not in copy.streams:
             self._streams.add(stream)
             copy.streams.add(stream)
             self._compute.wait(copy.ready, "weights", stream)
-        self._fetch_ahead()
+        if was_expected:  # else the pass goes another way, and what gave way to this copy may not be read, either
+            self._fetch_ahead()
         return IN_PLACE if copy is None else copy.place.offset
 
     def _fetch_ahead(self) -> None:
@@ -285,6 +286,11 @@ class Streamer:
         for stream in copy.streams:
             self._last_readers[stream] = self._compute.mark(stream)
         return True
+
+    def _end(self) -> None:
+        if self._open:  # what is read in the next one is not to be copied in this one: no copy lives as long
+            self._now.order.end()
+        self._give_up_all()
 
     def _give_up_all(self) -> None:
         self._open = False

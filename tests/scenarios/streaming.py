@@ -499,6 +499,45 @@ def is_streamed_after_a_gradient_within_forward(device: torch.device) -> None:
         assert _streamed(session) > penalised.before
 
 
+def copies_once_where_each_layer_is_called_by_itself(device: torch.device) -> None:
+    """Copies live as long as one call of an outermost module, so none is made for the next one. Some read nothing."""
+    model = perceptron(device, depth=12)
+    weights = sum(p.nbytes for p in model.parameters())
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(5):
+            before, x = _streamed(session), batch(device, i)
+            for layer in model:
+                x = layer(x)
+            x.square().mean().backward()
+            optimizer.step()
+            assert _streamed(session) - before <= 2 * weights
+
+
+def copies_little_in_vain_where_another_expert_is_read_each_time(device: torch.device) -> None:
+    """What was expected, and gave way to what is read, does not come again before the pass is as expected."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(perceptron(device, depth=8, seed=i) for i in range(8))
+            self.turn = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.turn += 1
+            for i, experts in enumerate(self.layers):
+                x = experts[2 * ((self.turn + i) % 8)](x)
+            return x
+
+    model = Experts()
+    weights = 8 * sum(p.nbytes for p in model.layers[0][0].parameters())
+    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session, torch.no_grad():
+        for i in range(8):
+            before = _streamed(session)
+            model(batch(device, i))
+            assert _streamed(session) - before <= 1.5 * weights
+
+
 def ends_with_the_session(device: torch.device) -> None:
     """Afterwards operators read weights where they lie, and are not asked for them."""
     model = perceptron(device)

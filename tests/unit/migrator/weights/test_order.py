@@ -77,3 +77,31 @@ def test_a_read_that_comes_once_more_does_not_end_what_is_expected() -> None:
     passed(order, "step", 0, 1, 2, 3, 4, 3, 2, 1, 0)
     passed(order, "step", 0, 1, 0)
     assert list(order.coming())[:4] == [1, 2, 3, 4]
+
+
+def test_nothing_is_expected_beyond_the_end_of_a_forward() -> None:
+    """No copy lives longer; and one that is read after it may go first."""
+    order = Order()
+    for _ in range(2):
+        passed(order, "step", 0, 1)
+        order.end()
+        order.end()  # a forward that reads nothing
+        for weight in (1, 0):
+            order.read(weight)
+        order.end()
+    passed(order, "step", 0)
+    assert list(order.coming()) == [1]
+    assert order.reads_before(0) == float("inf")
+    order.read(1)
+    assert list(order.coming()) == []
+    order.end()
+    assert list(order.coming()) == []
+    order.end()
+    assert list(order.coming()) == [1, 0]
+
+
+def test_a_read_tells_whether_it_was_expected() -> None:
+    order = Order()
+    passed(order, "step", 0, 1)
+    order.begin("step")
+    assert [order.read(weight) for weight in (1, 7, 7, 0)] == [True, False, False, True]
