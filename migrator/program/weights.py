@@ -28,12 +28,10 @@ def of_module(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from plain_tensors(modules.tensors(module))
 
 
-def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Parameters alone, each with the module that has it and its name there."""
+def parameters_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters alone."""
     for _, each in modules.walk(module):
-        for name, parameter in each._parameters.items():
-            if parameter is not None:
-                yield from ((each, name, tensor) for tensor in plain_tensors((parameter,)))
+        yield from plain_tensors(tensor for tensor in each._parameters.values() if tensor is not None)
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -50,8 +50,8 @@ class Models:
         with self._listing:
             self._known.pop(model, None)
 
-    def parameters(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        """Parameters of all of them, each with the module that has it and its name there."""
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Parameters of all of them."""
         for model, _ in self._listed():
             yield from weights.parameters_of(model)
 
@@ -59,7 +59,7 @@ class Models:
         """Parameters that get gradients, of those that train."""
         for model, trains in self._listed():
             if trains:
-                yield from (tensor for *_, tensor in weights.parameters_of(model) if tensor.requires_grad)
+                yield from (tensor for tensor in weights.parameters_of(model) if tensor.requires_grad)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of all of them."""

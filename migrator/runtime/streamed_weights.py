@@ -73,10 +73,10 @@ class StreamedWeights:
         self._eligible: dict[torch.device, list[Weight]] = {}  # that may be streamed
         self._streamed: dict[torch.device, set[Weight]] = {}  # of these, what the streamers were given
 
-    def are_whole(self, *, in_use: bool) -> bool:
-        """Whether they are all there, and if `in_use`, still the parameters of their modules."""
-        all_of_them = (weight for each in self._eligible.values() for weight in each)
-        return all(weight.is_in_use() if in_use else weight.storage() is not None for weight in all_of_them)
+    @property
+    def are_whole(self) -> bool:
+        """Whether none of them is gone."""
+        return all(weight.storage() is not None for each in self._eligible.values() for weight in each)
 
     def choose(self) -> None:
         """Choose which weights of all models are streamed from now on."""
@@ -89,10 +89,10 @@ class StreamedWeights:
         """A weight for each storage that parameters of models have, with one tensor on it."""
         found: dict[torch.device, dict[Weight, Tensor]] = {}
         known = set[int]()
-        for module, name, tensor in self._models.parameters():
+        for tensor in self._models.parameters():
             if has_tiers(tensor.device) and (identity := tensor.untyped_storage()._cdata) not in known:
                 known.add(identity)
-                found.setdefault(tensor.device, {})[Weight(tensor, module, name)] = tensor
+                found.setdefault(tensor.device, {})[Weight(tensor)] = tensor
         return found
 
     def _choose(self, device: torch.device, weights: Mapping[Weight, Tensor]) -> None:
@@ -109,7 +109,7 @@ class StreamedWeights:
         if not eligible or fit(needed, budget):
             self._end(device, promote=True)  # a model is gone, perhaps, and HBM holds those that are left
             return
-        if _identities(eligible) == _identities(self._eligible.get(device, ())) and self.are_whole(in_use=True):
+        if _identities(eligible) == _identities(self._eligible.get(device, ())) and self.are_whole:
             return  # another outermost module came, of the same weights
         if (substitutes := self._substitutes()) is None:
             return  # to read them where they lie would take far longer than what is gained

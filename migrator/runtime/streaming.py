@@ -163,7 +163,7 @@ class Streaming:
         self._close()
         if begins:
             with self._entering:
-                if not self._weights.are_whole(in_use=trains):
+                if not self._weights.are_whole:
                     self._weights.choose()
                 for device in tuple(self._weights.streamers):
                     # Where it trains, the end of a step has weights move.
