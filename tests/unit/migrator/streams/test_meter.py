@@ -8,7 +8,7 @@ from unittest.mock import ANY, Mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
@@ -17,23 +17,13 @@ from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.streams.meter import CudaMeter, without
 from torch_tiers.migrator.telemetry.counters import Counters
 
-
-def test_a_clock_stands_still_in_gaps() -> None:
-    assert without([(1, 2), (5, 6)], [0, 1, 1.5, 3, 7]) == [0, 1, 1, 2, 5]
-
-
-def test_gaps_that_overlap_count_once() -> None:
-    assert without([(2, 4), (1, 3), (2.5, 2.75)], [1, 5]) == [1, 2]
-
-
-def test_a_wait_that_was_none_changes_nothing() -> None:
-    assert without([(3, 2)], [1, 5]) == [1, 5]
-
-
 gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
 
 
 @given(gaps=gaps, times=st.lists(st.integers(0, 60), max_size=20))
+@example(gaps=[(10, 20), (50, 60)], times=[0, 10, 15, 30, 70])  # a clock stands still in gaps
+@example(gaps=[(20, 40), (10, 30), (25, 27)], times=[10, 50])  # those that overlap count once
+@example(gaps=[(30, 20)], times=[10, 50])  # a wait that was none changes nothing
 def test_time_left_out_is_that_covered_by_gaps(gaps: list[tuple[float, float]], times: list[float]) -> None:
     covered = {second for start, end in gaps for second in range(int(start), int(end))}
     assert without(gaps, times) == [at - sum(second < at for second in covered) for at in times]
