@@ -40,16 +40,11 @@ def test_a_saturated_step_halves_the_share_and_that_has_time_to_show_before_the_
     assert [state.share for state in after([BUSY] * 8)] == [1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]
 
 
-def test_a_part_is_always_left_so_that_copies_tell_when_the_bus_is_free() -> None:
-    last = after([BUSY] * 1000)[-1]
-    assert last.share == FLOOR
-    assert last.response.ahead == LEAST_GROUPS
-
-
 def test_groups_come_back_just_in_time_before_plans_change() -> None:
-    states = after([BUSY] * 7)
+    """A part of the bus is always left, so that copies tell when it is free."""
+    states = after([BUSY] * 1000)
     assert states[1].response == Response(GROUPS, {})
-    assert states[4].share == FLOOR
+    assert states[4].share == states[-1].share == FLOOR
     assert states[4].response == Response(LEAST_GROUPS, {"d2h": 0.8, "h2d": 0.7, "bus": 0.7})
 
 
@@ -67,17 +62,13 @@ def test_plans_are_made_once_unless_much_less_is_left() -> None:
     assert backoff.step(worse).left == {"d2h": 0.75, "h2d": 0.4, "bus": 0.4}
 
 
-def test_the_grades_are_undone_in_the_other_order() -> None:
+def test_the_grades_are_undone_in_the_other_order_and_memory_is_asked_for_in_another_one_twice() -> None:
+    """Each time the allocator's layout fits no more: with a grade for every share five steps flushed, one by one."""
     states = after([FREE] * 30, after([BUSY] * 20)[-1])
     planned = [bool(state.left) for state in states]
     held = [state.response.ahead is not None for state in states]
     assert planned.index(False) < held.index(False)
     assert states[-1].response == Response()
-
-
-def test_a_recovery_changes_the_order_in_which_memory_is_asked_for_twice() -> None:
-    """Each time the allocator's layout fits no more: with a grade for every share five steps flushed, one by one."""
-    states = after([FREE] * 30, after([BUSY] * 20)[-1])
     ahead = [state.response.ahead for state in states]
     assert [of for of, _ in itertools.groupby(ahead)] == [LEAST_GROUPS, GROUPS, None]
 
