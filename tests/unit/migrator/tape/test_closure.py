@@ -380,14 +380,6 @@ def test_bits_of_what_is_no_number_are_kept(taped: Recorder) -> None:
     made_again(taped, y, z)
 
 
-def test_rows_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -> None:
-    x = torch.empty(3, 4)
-    for row in range(3):
-        x[row] = torch.full((4,), row)
-    assert short(closure_of(taped, x)).count("empty") == 1
-    made_again(taped, x)
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(
     ("make", "reason"),
@@ -411,8 +403,11 @@ def test_what_cannot_be_made_again_is_refused(taped: Recorder, make: Callable[[T
     assert reason in refusal_of(taped, target)
 
 
-def test_columns_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -> None:
-    x, y = torch.empty(3, 4), torch.empty(2, 3, 8)
+def test_rows_and_columns_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -> None:
+    rows, x, y = torch.empty(3, 4), torch.empty(3, 4), torch.empty(2, 3, 8)
+    for row in range(3):
+        rows[row] = torch.full((4,), row)
+    assert short(closure_of(taped, rows)).count("empty") == 1
     for column in range(4):
         if column == 3:
             assert "never written" in refusal_of(taped, x)
@@ -422,7 +417,7 @@ def test_columns_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -
     y = y.sin()
     z = torch.empty_like(y)
     z[..., :4], z[..., 4:] = y[..., 4:], y[..., :4]
-    made_again(taped, x, y, z.exp())
+    made_again(taped, rows, x, y, z.exp())
 
 
 def test_part_that_was_written_is_made_again_and_the_rest_refused(taped: Recorder) -> None:
