@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.unit.by_hand import raising
 from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_comes_back
 from tests.unit.natively import built
 from torch_tiers.allocator.errors import TierFull
@@ -39,13 +40,10 @@ def test_what_was_handed_back_stays_whole_when_its_group_is_released(rig: Rig) -
 
 
 def test_a_group_that_cannot_come_back_holds_no_hbm_and_can_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise TierFull("dram", None, NBYTES, 0, 0)
-
     (held,) = rig.offloaded()
     rig.run()
     with monkeypatch.context() as patch:
-        patch.setattr(rig.backing, "lend", full)
+        patch.setattr(rig.backing, "lend", raising(TierFull, "dram", None, NBYTES, 0, 0))
         with pytest.raises(TierFull):
             rig.engine.source(held.saved)
     assert held.saved.group.buffer is None
@@ -221,12 +219,8 @@ def test_no_room_for_a_prefetch_is_no_error(rig: Rig, monkeypatch: pytest.Monkey
     (held,) = rig.offloaded()
     rig.out.run()
     rig.engine.limit = NBYTES
-
-    def refuse(nbytes: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(rig.compute, "empty", refuse)
+        patch.setattr(rig.compute, "empty", raising(torch.OutOfMemoryError, "no room"))
         rig.engine.begin_backward()
         with pytest.raises(torch.OutOfMemoryError):
             held.use()

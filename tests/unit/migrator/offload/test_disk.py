@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.unit.by_hand import HandStore
+from tests.unit.by_hand import HandStore, raising
 from tests.unit.migrator.offload.rig import NBYTES, Rig, assert_comes_back, assert_nothing_left
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk
@@ -49,10 +49,7 @@ def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.Monkey
     """Refused for want of one, a request ran later, into a block that by then was another's."""
     disk = Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError, "can't start new thread"))
     ran = threading.Semaphore(0)
     disk._readers.read(ran.release)
     disk._writers.write(ran.release)

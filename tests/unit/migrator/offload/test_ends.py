@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.unit.by_hand import raising
 from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_comes_back, assert_nothing_left
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.group import State
@@ -111,13 +112,10 @@ def test_a_group_lives_as_long_as_one_of_its_tensors(rig: Rig) -> None:
 
 
 def test_a_failed_copy_keeps_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room to gather in")
-
     group = rig.group()
     held = rig.held(group)
     with monkeypatch.context() as patch:
-        patch.setattr(rig.out, "copy", refuse)
+        patch.setattr(rig.out, "copy", raising(torch.OutOfMemoryError, "no room to gather in"))
         with pytest.raises(torch.OutOfMemoryError):
             rig.engine.offload(group)
     assert rig.arena.used == 0
