@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.unit.migrator.streams.marks import Mark
 from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
 from torch_tiers.migrator.streams.hold import LONGEST
 from torch_tiers.migrator.streams.host import HostCompute
@@ -205,21 +206,8 @@ def test_a_device_that_is_not_to_be_held_back_is_not_however_near_it_comes() -> 
 class IdleDevice(FakeCompute):
     """A device that has nothing to do whenever the host is late: it passes events as they are marked."""
 
-    class At:
-        def __init__(self, at: float) -> None:
-            self._at = at
-
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, other: IdleDevice.At) -> float:
-            return (other._at - self._at) * 1e3
-
-    def mark(self, stream: object) -> At:  # type: ignore[override]
-        return self.At(time.perf_counter())
+    def mark(self, stream: object) -> Mark:  # type: ignore[override]
+        return Mark()
 
 
 def test_a_device_that_waits_for_our_own_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
