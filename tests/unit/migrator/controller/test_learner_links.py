@@ -76,16 +76,6 @@ def test_other_links_wait_for_what_is_learned_anew() -> None:
     assert learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
 
 
-def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
-    learner, later = large_and_planned()
-    before = learner.plans
-    assert not learner.relink(SLOW)
-    assert learner.plans == before
-    later.work()
-    assert unrecorded(learner, 0)
-    assert learner.plans != before
-
-
 def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked_for() -> None:
     learner, later = large()
     assert not learner.relink(SLOW)
@@ -108,6 +98,7 @@ def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() 
     learner, later = large_and_planned()
     before = learner.plans
     assert not learner.relink(SLOW)
+    assert learner.plans == before, "others take long, and are adopted when they are there"
     later.work()
     assert unrecorded(learner, 0)
     assert learner.plans != before
