@@ -78,21 +78,14 @@ def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
     assert rig.compute.outlasted == [(filled, 1)]  # whoever owns the memory is told that the lane still reads it
 
 
-def test_memory_that_a_lane_still_fills_is_not_reused_before(rig: Rig) -> None:
+def test_neither_memory_that_a_lane_still_fills_nor_the_block_that_it_reads_is_reused_before() -> None:
+    rig = Rig(dram=PAGE)
     held = coming_home(rig)
     assert held.group.stored is not None
     returned = held.group.stored.returned
     held.die()
     rig.engine.collect()
     assert returned in [event for event, _ in rig.compute.waits]
-
-
-def test_a_block_that_a_lane_still_reads_is_guarded(rig: Rig) -> None:
-    rig = Rig(dram=PAGE)
-    held = coming_home(rig)
-    assert held.group.stored is not None
-    returned = held.group.stored.returned
-    held.die()
     rig.offloaded()
     _, after, _ = rig.out.jobs[-1]
     assert returned in after
