@@ -20,7 +20,7 @@ class Packed:
 
 @pytest.fixture
 def x() -> Tensor:
-    """PlannedIteration before anything was recorded, as parameters are."""
+    """Made before anything was recorded, as parameters are."""
     return torch.randn(1024)
 
 
@@ -64,19 +64,14 @@ def test_nothing_is_made_of_what_the_graph_has_released(recording: Recorder, x: 
     assert found is not None and found.inputs == (again,)
 
 
-def test_of_the_host_s_memory_only_that_is_taken_which_nobody_writes_unseen(recording: Recorder, x: Tensor) -> None:
+def test_of_the_host_s_memory_only_that_is_taken_which_nobody_writes_unseen_and_copied_before_it_is_written(
+    recording: Recorder, x: Tensor
+) -> None:
     packs = recording.packs()
     y = x.sin()
     assert packs.find(y, recording.settings(), lambda storage: storage != x.untyped_storage()._cdata) is None
     found = packs.find(y, recording.settings(), lambda storage: True)
     assert found is not None and found.inputs == () and torch.equal(*found.make([]), y)
-
-
-def test_its_own_leaf_is_copied_before_it_is_written(recording: Recorder, x: Tensor) -> None:
-    packs = recording.packs()
-    y = x.sin()
-    found = packs.find(y, recording.settings(), lambda storage: True)
-    assert found is not None
     x.zero_()
     x.add_(1)
     assert torch.equal(*found.make([]), y)
