@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock
@@ -100,56 +100,53 @@ class FakeCompute:
         return False
 
 
-def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
+After = Callable[[int], CudaMeter]
+
+
+@pytest.fixture
+def after() -> After:
+    """The meter of an iteration, once memory has come to so many bytes since the last look."""
     meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 100
-    meter.tick(30)
-    compute.highest = 500  # the hook releases one group, and brings another
-    meter.resume()
-    compute.highest = 80
-    assert meter.finish(0, [0, 0]).others == (70, 80)
+
+    def after(highest: int) -> CudaMeter:
+        compute.highest = highest
+        return meter
+
+    return after
 
 
-def test_what_is_released_in_a_stretch_is_nobody_else_s_until_then() -> None:
+def test_what_our_own_work_does_to_memory_is_no_stretch_s(after: After) -> None:
+    after(100).tick(30)
+    after(500).resume()  # the hook releases one group, and brings another
+    assert after(80).finish(0, [0, 0]).others == (70, 80)
+
+
+def test_what_is_released_in_a_stretch_is_nobody_else_s_until_then(after: After) -> None:
     """As a group leaves at a save: memory that the peak of the stretch begins with, and nobody could use before."""
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 100
-    meter.tick(60)
-    compute.highest = 100
-    meter.part(60)
-    compute.highest = 70
-    assert meter.finish(20, [0, 0]).others == (40, 50)
+    after(100).tick(60)
+    after(100).part(60)
+    assert after(70).finish(20, [0, 0]).others == (40, 50)
 
 
-def test_what_left_in_a_stretch_and_is_held_by_the_program_counts_off_once() -> None:
+def test_what_left_in_a_stretch_and_is_held_by_the_program_counts_off_once(after: After) -> None:
     """Before it left it was resident there: taken off again, a plan let in as much too much."""
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 30
-    meter.tick(10)
-    compute.highest = 30
-    meter.part(10)
-    compute.highest = 30  # the eight bytes that left are still there
-    meter.tick(2)
-    assert meter.finish(2, [0, 8, 8]).others == (20, 20, 0)
+    after(30).tick(10)
+    after(30).part(10)
+    after(30).tick(2)  # the eight bytes that left are still there
+    assert after(0).finish(2, [0, 8, 8]).others == (20, 20, 0)
 
 
-def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it() -> None:
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    meter.tick(0)
-    compute.highest = 300
-    meter.part(0)
-    meter.resume()
-    compute.highest = 10
-    assert meter.finish(0, [0, 0]).others == (0, 10)
+def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it(after: After) -> None:
+    after(0).tick(0)
+    after(300).part(0)
+    after(0).resume()
+    assert after(10).finish(0, [0, 0]).others == (0, 10)
 
 
-def test_what_the_stretch_took_before_something_was_released_counts_too() -> None:
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 300
-    meter.part(60)
-    compute.highest = 70
-    meter.tick(20)
-    assert meter.finish(0, [0, 0]).others == (240, 0)
+def test_what_the_stretch_took_before_something_was_released_counts_too(after: After) -> None:
+    after(300).part(60)
+    after(70).tick(20)
+    assert after(0).finish(0, [0, 0]).others == (240, 0)
 
 
 @pytest.mark.parametrize("brought", [True, False])
@@ -169,12 +166,9 @@ def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
     assert compute.stream_has == ["mark", "mark", "untracked", "work", "no more", "mark"]
 
 
-def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 100
-    meter.tick(0)
-    compute.highest = 100
-    assert meter.finish(0, [0, 60]).others == (100, 40)
+def test_what_the_program_holds_of_its_saved_tensors_is_theirs(after: After) -> None:
+    after(100).tick(0)
+    assert after(100).finish(0, [0, 60]).others == (100, 40)
 
 
 def test_the_device_is_held_back_before_the_iteration_begins() -> None:
