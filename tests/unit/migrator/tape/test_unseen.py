@@ -33,9 +33,9 @@ def test_write_through_data_is_seen(recorder: Recorder) -> None:
 @pytest.mark.parametrize(
     ("change", "producer"),
     [(lambda x, y: setattr(x, "data", y), 1), (lambda x, y: x.set_(y), 1), (lambda x, y: x.t_(), 0)],
-    ids=["data is exchanged for the other's", "it is set to the other's", "it is turned in place for its own"],
+    ids=["another whose data it got", "another that it was set to", "itself if it was turned in place"],
 )
-def test_tensor_has_the_state_if(recorder: Recorder, change: Callable[[Tensor, Tensor], object], producer: int) -> None:
+def test_tensor_has_the_state_of(recorder: Recorder, change: Callable[[Tensor, Tensor], object], producer: int) -> None:
     recorder.begin()
     x, y = torch.ones(3, 2), torch.zeros(4, 2)
     change(x, y)
