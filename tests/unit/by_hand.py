@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -87,6 +88,15 @@ class StreamCompute(HostCompute):
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         self.handed_over.append((buffer, self.current))
+
+
+def raising(error: type[BaseException], *arguments: object) -> Callable[..., Any]:
+    """Stands for a function that fails so, whatever it is given."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error(*arguments)
+
+    return fail
 
 
 class HandStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -98,3 +99,18 @@ def large(trace: Trace = MODEL, policy: str = "auto") -> tuple[Learner, Later]:
     learner = Learner(POLICIES[policy], peak_of(trace) * 3 // 4, submit=later)
     assert not learner.iteration_over(IterationOutcome(trace, 0))
     return learner, later
+
+
+def large_and_planned() -> tuple[Learner, Later]:
+    """The same, with its first plans."""
+    learner, later = large()
+    later.work()
+    assert unrecorded(learner, 0)
+    return learner, later
+
+
+def planned(policy: str = "auto", share: float = 0.75, **arguments: Any) -> Learner:
+    """A learner with plans for the model at this share of its peak."""
+    learner = Learner(POLICIES[policy], int(share * peak_of(MODEL)), **arguments)
+    assert learner.iteration_over(IterationOutcome(MODEL, 0))
+    return learner

@@ -23,10 +23,6 @@ from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.policies import POLICIES
 
 
-def test_a_job_is_done_in_another_process() -> None:
-    assert in_background(os.getpid).result(timeout=60) != os.getpid()
-
-
 def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not from another installation, nor with our modules in the place of the standard library's."""
     paths = []
@@ -40,7 +36,9 @@ def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: py
     assert paths == [str(Path(migrator.__file__).parents[2])]
 
 
-def test_nor_with_those_of_the_directory_that_it_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_done_in_another_process_that_knows_nothing_of_the_directory_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "migrator.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     assert in_background(os.getpid).result(timeout=60) != os.getpid()

@@ -58,6 +58,15 @@ def run(cache: Kept, trace: Trace = MODEL, iterations: int = 20) -> Learner:
     return of
 
 
+@pytest.fixture
+def cache() -> Kept:
+    """What a first run leaves."""
+    cache = Kept()
+    run(cache)
+    assert cache.files
+    return cache
+
+
 def test_a_program_begins_its_second_iteration_with_the_plans_of_its_last_run() -> None:
     cache = Kept()
     first = run(cache)
@@ -69,26 +78,20 @@ def test_a_program_begins_its_second_iteration_with_the_plans_of_its_last_run() 
     assert now is not None and before is not None and now.seconds == pytest.approx(before.seconds)
 
 
-def test_those_plans_hold_as_long_as_they_mispredict_nothing() -> None:
-    cache = Kept()
-    run(cache)
+def test_those_plans_hold_as_long_as_they_mispredict_nothing(cache: Kept) -> None:
     again = learner(cache)
     changed = [over(again, MODEL if again.records_next else None, whole=iteration > 0) for iteration in range(30)]
     assert changed == [True] + [False] * 29
     assert again.settled and not again.records_next
 
 
-def test_a_program_with_other_shapes_is_another() -> None:
-    cache = Kept()
-    run(cache)
+def test_a_program_with_other_shapes_is_another(cache: Kept) -> None:
     larger = replace(MODEL, sites=tuple(replace(site, nbytes=2 * site.nbytes) for site in MODEL.sites), recipes={})
     assert not over(learner(cache), larger, whole=False)
     assert fingerprint(MODEL.sites) != fingerprint(MODEL.sites, "another GPU")
 
 
-def test_a_run_that_saves_otherwise_after_all_learns_anew() -> None:
-    cache = Kept()
-    run(cache)
+def test_a_run_that_saves_otherwise_after_all_learns_anew(cache: Kept) -> None:
     again = learner(cache)
     assert over(again, MODEL, whole=False)
     more = replace(MODEL, sites=(*MODEL.sites, Site("new:0", 1 << 20, MiB, MODEL.sites[-1].birth, ())), recipes={})
@@ -96,16 +99,12 @@ def test_a_run_that_saves_otherwise_after_all_learns_anew() -> None:
     assert again.traces[-1].by_key.keys() == more.by_key.keys()
 
 
-def test_a_program_with_another_optimizer_learns_anew() -> None:
+def test_a_program_with_another_optimizer_learns_anew(cache: Kept) -> None:
     """Its state may be of another size, so that the plan does not fit."""
-    cache = Kept()
-    run(cache)
     assert not over(learner(cache), MODEL, whole=False, static=STATIC + TARGET // 10)
 
 
-def test_a_program_that_takes_more_memory_than_it_did_learns_anew() -> None:
-    cache = Kept()
-    run(cache)
+def test_a_program_that_takes_more_memory_than_it_did_learns_anew(cache: Kept) -> None:
     for beyond in (0, TARGET // 2):
         again = Learner(POLICIES["auto"], TARGET, recordings=2, plan_cache=cache)
         assert over(again, MODEL, whole=False)
@@ -124,9 +123,7 @@ def test_what_cannot_be_recomputed_any_more_is_learned_anew() -> None:
     assert not any(plan.recompute for plan in again.plans)
 
 
-def test_what_is_seen_to_be_recomputed_later_is_carried_out_from_then_on() -> None:
-    cache = Kept()
-    run(cache)
+def test_what_is_seen_to_be_recomputed_later_is_carried_out_from_then_on(cache: Kept) -> None:
     again = learner(cache)
     assert over(again, replace(MODEL, recipes={}), whole=False)
     assert over(again, MODEL), "those who carry it out are to look again"
@@ -140,9 +137,7 @@ def test_what_is_seen_to_be_recomputed_later_is_carried_out_from_then_on() -> No
         replace(PCIE_GEN5, disk_read=3e9, disk_write=3e9),
     ],
 )
-def test_plans_for_other_links_or_tiers_are_no_use(links: Links) -> None:
-    cache = Kept()
-    run(cache)
+def test_plans_for_other_links_or_tiers_are_no_use(cache: Kept, links: Links) -> None:
     other = learner(cache, links)
     assert not over(other, MODEL, whole=False) and not other.plans
     found = cache.find(MODEL.sites)
@@ -192,17 +187,13 @@ def test_what_was_found_beside_others_is_not_kept() -> None:
     "damage",
     [lambda text: text[: len(text) // 2], lambda text: text.replace('"format"', '"other"', 1), lambda _: "[]"],
 )
-def test_what_is_damaged_is_refused(damage: object) -> None:
-    cache = Kept()
-    run(cache)
+def test_what_is_damaged_is_refused(cache: Kept, damage: object) -> None:
     (content,) = cache.files.values()
     with pytest.raises(ValueError):
         CachedPlans.from_json(damage(content))  # type: ignore[operator]
 
 
-def test_a_plan_for_drives_is_not_begun_with_where_there_are_none() -> None:
-    cache = Kept()
-    run(cache)
+def test_a_plan_for_drives_is_not_begun_with_where_there_are_none(cache: Kept) -> None:
     (content,) = cache.files.values()
     found = CachedPlans.from_json(content)
     assert any(plan.groups for plan in found.plans) and found.holds_for(PCIE_GEN5, STATIC, 0)

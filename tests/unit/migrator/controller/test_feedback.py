@@ -25,6 +25,7 @@ from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5, Calls, Links
+from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace
 from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.build import make_plan
@@ -34,18 +35,24 @@ TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)
 BUSY = PCIE_GEN5.reduced({"d2h": 1.0, "h2d": 0.94, "bus": 0.9})
 BUSIER = BUSY.reduced({"h2d": 0.7})
-PREDICTED = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+STAYS = make_plan("test", MODEL, (), GiB)
+PREDICTED = simulate(MODEL, PCIE_GEN5, STAYS)
+MADE = (PlannedIteration(STAYS, PREDICTED),)
+
+
+def all_moves(links: Links = PCIE_GEN5) -> tuple[Simulated, dict[str, float]]:
+    """What a plan comes to by which all moves, and the stalls of a lane that takes twice as long."""
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, links, replace(plan, room=GiB))
+    return predicted, {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
 
 
 # ------------------------------------------------------------------------------------------- the links
 
 
 def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
-    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    feedback, (predicted, late) = Feedback(TARGET, PCIE_GEN5), all_moves()
     assert not feedback.stalls(predicted.stalls, predicted)
-    late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
     assert feedback.stalls(late, predicted)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
 
@@ -63,10 +70,8 @@ def test_a_stall_that_is_not_worth_a_plan_changes_nothing() -> None:
 
 
 def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
-    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
-    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
+    feedback, (predicted, late) = Feedback(TARGET, PCIE_GEN5), all_moves()
+    feedback.stalls(late, predicted)
     feedback.relink(replace(PCIE_GEN5, d2h=30e9, h2d=20e9))
     assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
     feedback.relink(PCIE_GEN5)
@@ -74,10 +79,8 @@ def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
 
 
 def test_what_is_corrected_is_told_with_its_numbers() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
-    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
-    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
+    feedback, (predicted, late) = Feedback(TARGET, PCIE_GEN5), all_moves()
+    feedback.stalls(late, predicted)
     feedback.budget.peak(IterationOutcome(None, TARGET + 64 * MiB), TARGET, TARGET, may_grow=True)
     assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of its bandwidth"
 
@@ -108,7 +111,7 @@ def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_iteratio
     waits = IterationTime(0.8 * PREDICTED.seconds + 1.0, {"h2d": 1.0})
     assert [feedback.iteration(waits, PREDICTED) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
     assert feedback.corrections.pace == pytest.approx(0.8)
-    as_measured = simulate(at_pace(MODEL, feedback.corrections.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    as_measured = simulate(at_pace(MODEL, feedback.corrections.pace), PCIE_GEN5, STAYS)
     assert as_measured.seconds == pytest.approx(0.8 * PREDICTED.seconds)
     feedback.adopted()
     pass_by(feedback, SETTLING)
@@ -175,11 +178,11 @@ def test_iterations_that_differ_among_themselves_tell_nothing_of_the_pace() -> N
 
 
 def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
-    feedback, made = Feedback(TARGET, PCIE_GEN5), (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
+    feedback = Feedback(TARGET, PCIE_GEN5)
 
     def measured(part: float) -> bool:
         time = IterationTime(part * PREDICTED.seconds, {})
-        return feedback.iteration_over(made, 0, IterationOutcome(None, TARGET, iteration_time=time))
+        return feedback.iteration_over(MADE, 0, IterationOutcome(None, TARGET, iteration_time=time))
 
     for _ in range(2):
         feedback.adopted()
@@ -284,10 +287,9 @@ def test_lanes_that_are_late_beside_others_are_slower_whatever_the_pace() -> Non
     feedback = gone_by()
     changes(feedback, [1.0] * SURE)
     feedback = relinked(feedback, BUSY)
-    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
-    predicted = simulate(MODEL, BUSY, replace(plan, room=GiB))
-    late = IterationTime(2 * predicted.seconds, {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]})
-    assert [feedback.iteration(late, predicted) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
+    predicted, late = all_moves(BUSY)
+    time = IterationTime(2 * predicted.seconds, late)
+    assert [feedback.iteration(time, predicted) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
     assert feedback.links.h2d == pytest.approx(BUSY.h2d / 2)
 
 
@@ -309,22 +311,23 @@ def test_plans_are_settled_after_some_iterations_where_no_times_are_to_be_had() 
 # -------------------------------------------------------------------------------------------- the host
 
 
-def test_a_run_that_begins_with_plans_of_one_that_never_timed_its_host_does_so_itself() -> None:
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(Clocks((1.0,) * 3, (0.0, 3.0, 3.0)))
+def host_takes(host: float, device: float = 1.0) -> tuple[Trace, Plan, Simulated]:
+    """An iteration of three positions whose first one takes the host all its time, and its plan."""
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(Clocks((device,) * 3, (0.0, host, host)))
     plan = make_plan("test", trace, (), 1000)
-    feedback = Feedback(TARGET, PCIE_GEN5)
+    return trace, plan, simulate(trace, PCIE_GEN5, plan)
+
+
+def test_a_run_that_begins_with_plans_of_one_that_never_timed_its_host_does_so_itself() -> None:
+    feedback, (_, plan, predicted) = Feedback(TARGET, PCIE_GEN5), host_takes(3.0)
     feedback.resume(Feedback(TARGET, PCIE_GEN5).corrections)
     for seconds in (6.0, 4.0, 9.0, 5.0):
-        feedback.host(HostTime(seconds, 1.0), plan, simulate(trace, PCIE_GEN5, plan))
+        feedback.host(HostTime(seconds, 1.0), plan, predicted)
     assert feedback.corrections.host_pace == pytest.approx(0.5)
 
 
 def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() -> None:
-    clocks = Clocks((1.0,) * 3, (0.0, 3.0, 3.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    plan = make_plan("test", trace, (), 1000)
-    predicted = simulate(trace, PCIE_GEN5, plan)
-    feedback = Feedback(TARGET, PCIE_GEN5)
+    feedback, (trace, plan, predicted) = Feedback(TARGET, PCIE_GEN5), host_takes(3.0)
     took = [feedback.host(HostTime(seconds, 1.0), plan, predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
     assert took == [False, False, False, True]
     corrected = feedback.corrected(trace).clocks
@@ -335,10 +338,8 @@ def test_the_host_needs_no_more_than_its_shortest_iteration_took_without_us() ->
 
 
 def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_host() -> None:
-    clocks = Clocks((1.0,) * 3, (0.0, 3.0, 3.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    plan = make_plan("test", trace, (), 1000)
-    made, feedback = (PlannedIteration(plan, simulate(trace, PCIE_GEN5, plan)),), Feedback(TARGET, PCIE_GEN5)
+    feedback, (_, plan, predicted) = Feedback(TARGET, PCIE_GEN5), host_takes(3.0)
+    made = (PlannedIteration(plan, predicted),)
     time, paces = IterationTime(6.0, {}), []
     for seconds in [2.0] * (SETTLING - 1) + [4.0] * HOSTS:
         host = HostTime(seconds, 0.0)
@@ -348,10 +349,7 @@ def test_iterations_right_after_a_change_of_plans_tell_nothing_of_the_host() -> 
 
 
 def test_a_later_plan_s_iterations_may_show_that_the_program_needs_less_of_the_host_never_more() -> None:
-    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    plan = make_plan("test", trace, (), 1000)
-    feedback, paces = Feedback(TARGET, PCIE_GEN5), []
+    feedback, (trace, plan, _), paces = Feedback(TARGET, PCIE_GEN5), host_takes(30.0), []
     for seconds in (45.0, 30.0, 50.0):
         for _ in range(HOSTS):
             feedback.host(HostTime(seconds, 0.0), plan, simulate(feedback.corrected(trace), feedback.links, plan))
@@ -362,11 +360,7 @@ def test_a_later_plan_s_iterations_may_show_that_the_program_needs_less_of_the_h
 
 def test_a_look_at_a_plan_that_was_made_before_a_correction_corrects_no_more_than_was_measured() -> None:
     """As of plans that come back once nobody else needs the memory bus: their prediction is of what was recorded."""
-    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    plan = make_plan("test", trace, (), 1000)
-    feedback, recorded = Feedback(TARGET, PCIE_GEN5), simulate(trace, PCIE_GEN5, plan)
-    paces = []
+    feedback, (_, plan, recorded), paces = Feedback(TARGET, PCIE_GEN5), host_takes(30.0), []
     for seconds, ours in ((30.0, 0.0), (30.0, 0.0), (1.0, 1.0)):
         for _ in range(HOSTS):
             feedback.host(HostTime(seconds, ours), plan, recorded)
@@ -376,13 +370,8 @@ def test_a_look_at_a_plan_that_was_made_before_a_correction_corrects_no_more_tha
 
 
 def test_where_the_device_waits_for_the_host_iterations_say_nothing_of_the_device() -> None:
-    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    feedback = gone_by()
-    for _ in range(2 * SURE):
-        assert not feedback.iteration(
-            IterationTime(40.0, {}), simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
-        )
+    feedback, (*_, predicted) = gone_by(), host_takes(30.0)
+    assert not any([feedback.iteration(IterationTime(40.0, {}), predicted) for _ in range(2 * SURE)])
     assert feedback.corrections.pace == 1.0
 
 
@@ -403,12 +392,8 @@ def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() ->
 
 
 def test_a_short_iteration_says_nothing_of_the_device_before_the_host_s_time_is_known() -> None:
-    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    plan = make_plan("test", trace, (), 1000)
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (PlannedIteration(plan, simulate(trace, PCIE_GEN5, plan)),)
-    changed = 0
+    feedback, (trace, plan, predicted) = Feedback(TARGET, PCIE_GEN5), host_takes(30.0)
+    made, changed = (PlannedIteration(plan, predicted),), 0
     for _ in range(2 * SURE):
         if feedback.iteration_over(
             made, 0, IterationOutcome(None, TARGET, iteration_time=IterationTime(40.0, {}), host=HostTime(40.0, 0.0))
@@ -427,38 +412,25 @@ def test_an_iteration_that_flushed_or_had_another_size_tells_the_pace_where_it_w
     takes: float, pace: float, why: str
 ) -> None:
     """Shapes that change leave fragments, in every iteration: one of 110 ms was taken to need 420, as recorded."""
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
-    time = IterationTime(takes * PREDICTED.seconds, {})
-    pressed, resized = why == "pressed", why == "resized"
+    feedback, time = Feedback(TARGET, PCIE_GEN5), IterationTime(takes * PREDICTED.seconds, {})
     for _ in range(SETTLING + 1):
-        feedback.iteration_over(made, 0, IterationOutcome(None, TARGET))
-    changed = [
-        feedback.iteration_over(
-            made, 0, IterationOutcome(None, TARGET, pressed=pressed, iteration_time=time, resized=resized)
-        )
-        for _ in range(SURE)
-    ]
-    assert any(changed) == (takes < 1)
+        feedback.iteration_over(MADE, 0, IterationOutcome(None, TARGET))
+    outcome = replace(IterationOutcome(None, TARGET, iteration_time=time), **{why: True})
+    assert any([feedback.iteration_over(MADE, 0, outcome) for _ in range(SURE)]) == (takes < 1)
     assert feedback.corrections.pace == pace
 
 
 def test_where_the_allocator_flushes_a_few_short_iterations_say_nothing_of_the_pace() -> None:
     """Long ones are no evidence there, so that two short ones of many halved the pace for good."""
     feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
     for iteration in range(200):
         time = IterationTime((0.5 if iteration % 5 == 0 else 1.0) * PREDICTED.seconds, {})
-        feedback.iteration_over(made, 0, IterationOutcome(None, TARGET, pressed=True, iteration_time=time))
+        feedback.iteration_over(MADE, 0, IterationOutcome(None, TARGET, pressed=True, iteration_time=time))
     assert feedback.corrections.pace == 1.0
 
 
 def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_recorded() -> None:
-    clocks = Clocks((2.0,) * 3, (0.0, 1.0, 1.0))
-    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    plan = make_plan("test", trace, (), 1000)
-    predicted = simulate(trace, PCIE_GEN5, plan)
-    feedback = Feedback(TARGET, PCIE_GEN5)
+    feedback, (trace, plan, predicted) = Feedback(TARGET, PCIE_GEN5), host_takes(1.0, device=2.0)
     for _ in range(HOSTS):
         feedback.host(HostTime(6.1, 0.1), plan, predicted)
     assert feedback.corrected(trace).seconds == trace.seconds

@@ -37,13 +37,19 @@ from torch_tiers.migrator.simulator import simulate
 # --------------------------------------------------------------------------------- what is recorded
 
 
-def test_the_first_iteration_is_recorded() -> None:
+def test_the_first_iteration_is_recorded_and_is_enough() -> None:
     assert Learner(FLASHNEURON, TARGET).records_next
+    assert not learned().records_next
 
 
-def test_an_iteration_before_the_optimizer_made_its_state_teaches_nothing() -> None:
+@pytest.mark.parametrize(
+    "outcome",
+    [IterationOutcome(TRACE, 10 * MiB, whole=False), IterationOutcome(Trace((), 0), MiB)],
+    ids=["comes before the optimizer made its state", "saves nothing"],
+)
+def test_nothing_is_learned_from_an_iteration_that(outcome: IterationOutcome) -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.iteration_over(IterationOutcome(TRACE, 10 * MiB, whole=False))
+    assert not learner.iteration_over(outcome)
     assert learner.plans == ()
     assert learner.records_next
 
@@ -86,16 +92,6 @@ def test_what_was_learned_for_want_of_an_optimizer_is_learned_anew_after_its_fir
     assert learner.plans != plans
 
 
-def test_an_iteration_that_saves_nothing_teaches_nothing() -> None:
-    learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.iteration_over(IterationOutcome(Trace((), 0), MiB))
-    assert learner.records_next
-
-
-def test_one_recorded_iteration_is_enough() -> None:
-    assert not learned().records_next
-
-
 def test_the_unforeseen_starts_recording() -> None:
     learner = learned()
     unrecorded(learner, TARGET, mispredicted=True)
@@ -108,18 +104,16 @@ def test_the_unforeseen_starts_recording() -> None:
 # ----------------------------------------------------------------------------------------- the room
 
 
-def test_the_first_room_is_what_the_learning_iteration_left() -> None:
-    assert room(learned(700 * MiB)) == 300 * MiB
-
-
 def test_a_program_above_the_target_keeps_nothing() -> None:
     assert learned(1200 * MiB).plans[0].kept_bytes == 0
 
 
-def test_the_room_grows_by_half_of_what_the_peak_lies_below_the_target() -> None:
+@pytest.mark.parametrize(("peak", "then"), [(900, 350), (1050, 250)], ids=["by half of what is left", "by the excess"])
+def test_the_room_is_what_the_learning_iteration_left_and_is_corrected(peak: int, then: int) -> None:
     learner = learned(700 * MiB)
-    assert unrecorded(learner, 900 * MiB)
-    assert room(learner) == 350 * MiB
+    assert room(learner) == 300 * MiB
+    assert unrecorded(learner, peak * MiB)
+    assert room(learner) == then * MiB
 
 
 def test_an_allocator_under_pressure_ends_the_growth() -> None:
@@ -127,12 +121,6 @@ def test_an_allocator_under_pressure_ends_the_growth() -> None:
     assert learner.iteration_over(IterationOutcome(None, 900 * MiB, pressed=True))
     assert room(learner) == 300 * MiB - int(PRESSED * TARGET)
     assert not unrecorded(learner, 900 * MiB)
-
-
-def test_the_room_shrinks_by_what_the_peak_lies_above_the_target() -> None:
-    learner = learned(700 * MiB)
-    assert unrecorded(learner, 1050 * MiB)
-    assert room(learner) == 250 * MiB
 
 
 def test_a_trace_that_tells_what_else_lies_in_hbm_is_planned_for_the_target() -> None:

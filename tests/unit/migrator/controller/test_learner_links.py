@@ -12,8 +12,10 @@ from tests.unit.learners import (
     TARGET,
     TRACE,
     large,
+    large_and_planned,
     learned,
     peak_of,
+    planned,
     room,
     unrecorded,
 )
@@ -26,7 +28,6 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.low_traffic import crossing
-from torch_tiers.migrator.policies import POLICIES
 
 SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, usual=PCIE_GEN5)
 LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}  # what copies of others leave of each lane
@@ -75,18 +76,6 @@ def test_other_links_wait_for_what_is_learned_anew() -> None:
     assert learner.iteration_over(IterationOutcome(TRACE, 700 * MiB))
 
 
-def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
-    learner, later = large()
-    later.work()
-    assert unrecorded(learner, 0)
-    before = learner.plans
-    assert not learner.relink(SLOW)
-    assert learner.plans == before
-    later.work()
-    assert unrecorded(learner, 0)
-    assert learner.plans != before
-
-
 def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked_for() -> None:
     learner, later = large()
     assert not learner.relink(SLOW)
@@ -98,9 +87,7 @@ def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked
 
 
 def test_of_plans_that_are_being_made_for_less_than_there_is_by_now_none_stay() -> None:
-    learner, later = large()
-    later.work()
-    assert unrecorded(learner, 0)
+    learner, later = large_and_planned()
     jobs = len(later.jobs)
     for links in (SLOW, replace(SLOW, h2d=4e9)):
         assert not learner.relink(links)
@@ -108,11 +95,10 @@ def test_of_plans_that_are_being_made_for_less_than_there_is_by_now_none_stay() 
 
 
 def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() -> None:
-    learner, later = large()
-    later.work()
-    assert unrecorded(learner, 0)
+    learner, later = large_and_planned()
     before = learner.plans
     assert not learner.relink(SLOW)
+    assert learner.plans == before, "others take long, and are adopted when they are there"
     later.work()
     assert unrecorded(learner, 0)
     assert learner.plans != before
@@ -124,8 +110,7 @@ def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() 
 
 def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
     """The program itself took more memory while others needed the bus."""
-    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = planned()
     before, (predicted,) = learner.plans, learner.predictions
     assert predicted is not None
     learner.relink(SLOW)
@@ -137,9 +122,7 @@ def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
 
 
 def test_plans_for_a_busy_bus_that_come_when_it_is_free_again_are_not_carried_out() -> None:
-    learner, later = large()
-    later.work()
-    assert unrecorded(learner, 0)
+    learner, later = large_and_planned()
     before = learner.plans
     learner.relink(SLOW)
     assert not learner.relink(PCIE_GEN5), "they are still carried out"
@@ -160,8 +143,7 @@ def test_plans_that_are_no_others_are_not_begun_with_anew() -> None:
 @pytest.mark.parametrize("part", [1.0, 1.0 - 1 / 64])
 def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 GB/s became 4.5 GB/s, at the cost of two times some steps in which pages are mapped."""
-    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = planned()
     (before,), (predicted,) = learner.plans, learner.predictions
     assert before.moved_bytes and predicted is not None
     rate = crossing(before, PCIE_GEN5) / predicted.seconds / PCIE_GEN5.both
@@ -175,8 +157,7 @@ def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, m
 
 
 def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
-    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = planned()
     (before,) = learner.plans
     learner.relink(PCIE_GEN5.reduced(LOADED))
     (predicted,) = learner.predictions
@@ -213,8 +194,7 @@ def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
 
 def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once() -> None:
     """Other ranks took their share, or a disk is full: the job need not end, if there is a plan that moves less."""
-    auto = Learner(POLICIES["auto"], int(0.7 * peak_of(MODEL)))
-    assert auto.iteration_over(IterationOutcome(MODEL, 0))
+    auto = planned(share=0.7)
     (before,) = auto.plans
     assert before.stored_bytes > 0
     auto.plan_for_less(before.stored_bytes // 2)
@@ -227,8 +207,7 @@ def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once(
 @pytest.mark.parametrize("policy", ["flashneuron", "vdnn-all", "capuchin", "auto"])
 def test_what_holds_least_still_does_whatever_the_links(policy: str) -> None:
     """A program stayed 5% over its budget, and each change of links cut another 4% off it, without end."""
-    learner = Learner(POLICIES[policy], int(0.6 * peak_of(MODEL)), must_fit=False)
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = planned(policy, 0.6, must_fit=False)
 
     def iterations(count: int) -> None:
         for _ in range(count):

@@ -7,6 +7,7 @@ import pickle
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,10 @@ from tests.unit.learners import (
     TRACE,
     Later,
     large,
+    large_and_planned,
     learned,
     peak_of,
+    planned,
     run,
     unrecorded,
 )
@@ -147,41 +150,28 @@ def test_plans_that_are_waited_for_in_vain_hold_training_up_no_longer_than_other
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torch_tiers.migrator.controller.learner.DEADLINE", 0.1)
-    learner, later = large()
-    later.work()
-    assert unrecorded(learner, 0)
+    learner, _ = large_and_planned()
     plans = learner.plans
     learner.plan_for_less(MiB)
     assert learner.plans == plans and not learner.planning
     assert "no plan could be made within 0.1 s; the plans there are stay" in caplog.text
 
 
-def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
-    learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False)
-    with caplog.at_level("WARNING", logger="tiers"):
-        assert learner.iteration_over(IterationOutcome(MODEL, 0))
-        learner.iteration_over(IterationOutcome(MODEL, 0))
-    assert learner.plans
-    assert len(caplog.records) == 1
-    assert "no plan keeps this program within" in caplog.text
+def too_small(**arguments: Any) -> Learner:
+    """A learner whose target no plan meets, which is met as far as can be."""
+    learner = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False, **arguments)
+    assert learner.iteration_over(IterationOutcome(MODEL, 0)) and learner.plans
+    return learner
 
 
-def test_threads_that_come_and_go_warn_once_of_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    warned: set[str] = set()
-    with caplog.at_level("WARNING", logger="tiers"):
-        for _ in range(3):
-            learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False, warned=warned)
-            learner.iteration_over(IterationOutcome(MODEL, 0))
-    assert len(caplog.records) == 1
-
-
-def test_what_is_said_of_a_target_that_is_not_met_names_the_budget_it_is_a_part_of(
+def test_what_does_not_fit_is_said_once_by_threads_that_come_and_go_with_the_budget_it_is_a_part_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    learner = Learner(POLICIES["auto"], 90 * MiB, must_fit=False, budget=100 * MiB)
-    with caplog.at_level("WARNING", logger="tiers"):
-        learner.iteration_over(IterationOutcome(MODEL, 0))
-    assert "within 100.0 MiB" in caplog.text
+    warned: set[str] = set()
+    for _ in range(3):
+        too_small(warned=warned, budget=100 * MiB).iteration_over(IterationOutcome(MODEL, 0))
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "no plan keeps this program within 100.0 MiB" in said
 
 
 def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
@@ -265,8 +255,7 @@ def bear_out(learner: Learner, iterations: int) -> list[bool]:
 
 
 def test_plans_have_settled_once_laps_bore_them_out() -> None:
-    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = planned()
     assert learner.complete and not learner.settled
     settled = bear_out(learner, 12)
     assert settled == sorted(settled) and settled.index(True) >= SURE
@@ -296,11 +285,9 @@ def test_where_no_times_are_to_be_had_plans_settle_all_the_same() -> None:
     one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
     several = Learner(FLASHNEURON, TARGET)
     run(several, [(one, 900 * MiB), (other, 900 * MiB)] * 4)
-    too_small = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
-    too_small.iteration_over(IterationOutcome(MODEL, 0))
-    for learner in (learned(100 * MiB), several, too_small):
+    for learner, peak in ((learned(100 * MiB), TARGET), (several, TARGET), (too_small(), 2 * peak_of(MODEL))):
         for _ in range(3 * UNTIMED):
-            unrecorded(learner, 2 * peak_of(MODEL) if learner is too_small else TARGET)
+            unrecorded(learner, peak)
         assert learner.settled
 
 
@@ -329,8 +316,7 @@ def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:
 
 def test_where_no_plan_holds_less_nothing_is_asked_for_in_vain() -> None:
     """What exceeds the target has another place to be: it would be asked for less and less, in every iteration."""
-    learner = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = too_small()
     (plan,) = learner.plans
     assert not any(unrecorded(learner, 2 * peak_of(MODEL)) for _ in range(20))
     assert learner.plans == (plan,)
@@ -349,16 +335,13 @@ def test_a_policy_that_refuses_nothing_is_asked_for_less_in_vain_only_once(name:
 
 def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
     """A ResNet at half of its memory, where nothing moves: the device was faster than recorded."""
-    target = peak_of(MODEL) * 3 // 4
-    learner = Learner(POLICIES["checkpoint"], target)  # which goes by shares of time, so that the pace is all one
-    learner.iteration_over(IterationOutcome(MODEL, 0))
+    learner = planned("checkpoint")  # which goes by shares of time, so that the pace is all one
     (plan,), (before,) = learner.plans, learner.predictions
     assert before is not None
     iteration_time = IterationTime(0.9 * before.seconds, before.stalls)
     for _ in range(2 * UNTIMED):
-        assert not learner.iteration_over(IterationOutcome(None, target, iteration_time=iteration_time)), (
-            "nothing changed for whoever carries it out"
-        )
+        outcome = IterationOutcome(None, peak_of(MODEL) * 3 // 4, iteration_time=iteration_time)
+        assert not learner.iteration_over(outcome), "nothing changed for whoever carries it out"
     (after,) = learner.predictions
     assert learner.plans == (plan,) and learner.settled
     assert after is not None and after.seconds < 0.95 * before.seconds
@@ -412,6 +395,6 @@ def test_what_was_recorded_anew_is_carried_out_anew_though_the_plan_is_the_same(
 
 def test_a_plan_is_told_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tiers"):
-        Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).iteration_over(IterationOutcome(MODEL, 0))
+        planned()
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("iteration 1, plan by auto: ") and "of ideal" in line

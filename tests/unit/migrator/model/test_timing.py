@@ -49,16 +49,11 @@ def test_recipes_are_known_from_any_recording() -> None:
     assert together(first, TRACE).recipes[0].seconds == 0.5
 
 
-def test_what_does_the_same_to_as_many_bytes_takes_the_same_time() -> None:
-    recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe("Gelu", (8,), 0.2)}
+@pytest.mark.parametrize(("other", "seconds"), [("Gelu", [0.2, 0.2]), ("LayerNorm", [0.5, 0.2])])
+def test_only_what_does_the_same_to_as_many_bytes_takes_the_same_time(other: str, seconds: list[float]) -> None:
+    recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe(other, (8,), 0.2)}
     seen = alike(replace(TRACE, recipes=recipes))
-    assert [recipe.seconds for recipe in seen.recipes.values()] == [0.2, 0.2]
-
-
-def test_what_does_something_else_keeps_its_time() -> None:
-    recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe("LayerNorm", (8,), 0.2)}
-    seen = alike(replace(TRACE, recipes=recipes))
-    assert [recipe.seconds for recipe in seen.recipes.values()] == [0.5, 0.2]
+    assert [recipe.seconds for recipe in seen.recipes.values()] == seconds
 
 
 def test_a_short_recipe_takes_no_longer_a_byte_than_a_large_one() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 from tests.unit.natively import built
 from torch_tiers.allocator.host.dram import DramArena
-from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.allocator.host.room import Room
+from torch_tiers.allocator.sizes import PAGE, KiB, MiB
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.group import Group, Saved
@@ -98,3 +102,22 @@ def assert_nothing_left(rig: Rig) -> None:
     rig.run()
     rig.engine.collect()
     assert (rig.engine.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
+
+
+def assert_comes_back(rig: Rig, held: Held) -> None:
+    """Backward asks for it, and gets what was saved."""
+    view = held.use()
+    rig.back.run()
+    assert torch.equal(view, held.expected)
+
+
+@contextmanager
+def dram_alone(
+    pages: int, *, step: int = PAGE, room: Callable[[], Room] | None = None
+) -> Iterator[tuple[Backing, DramArena]]:
+    """A backing without a disk; whatever a test leaves in it must close without help."""
+    arena = DramArena(pages * PAGE, pinned=False, step=step, room=room)
+    backing = Backing(arena, None, Counters())
+    yield backing, arena
+    backing.close()
+    arena.close()

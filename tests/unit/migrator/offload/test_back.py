@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.unit.migrator.offload.rig import NBYTES, Held, Rig
+from tests.unit.by_hand import raising
+from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_comes_back
 from tests.unit.natively import built
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.host.dram import DramArena
@@ -39,35 +40,25 @@ def test_what_was_handed_back_stays_whole_when_its_group_is_released(rig: Rig) -
 
 
 def test_a_group_that_cannot_come_back_holds_no_hbm_and_can_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise TierFull("dram", None, NBYTES, 0, 0)
-
     (held,) = rig.offloaded()
     rig.run()
     with monkeypatch.context() as patch:
-        patch.setattr(rig.backing, "lend", full)
+        patch.setattr(rig.backing, "lend", raising(TierFull, "dram", None, NBYTES, 0, 0))
         with pytest.raises(TierFull):
             rig.engine.source(held.saved)
     assert held.saved.group.buffer is None
-    given = held.use()
-    rig.run()
-    assert torch.equal(given, held.expected)
+    assert_comes_back(rig, held)
 
 
-def test_a_group_comes_back_bit_for_bit_in_one_copy(rig: Rig) -> None:
+def test_a_group_comes_back_bit_for_bit_in_one_copy_that_waits_for_its_own_copy_out(rig: Rig) -> None:
     members = rig.offloaded(count=3)
-    rig.out.run()
     views = [held.use() for held in members]
-    rig.back.run()
+    _, after, _ = rig.back.jobs[0]
+    stored = members[0].group.stored
+    assert stored is not None and stored.filled in after
+    rig.run()
     assert all(torch.equal(view, held.expected) for view, held in zip(views, members, strict=True))
     assert rig.back.copies == 1
-
-
-def test_a_group_that_comes_back_waits_for_its_own_copy_out(rig: Rig) -> None:
-    (held,) = rig.offloaded()
-    held.use()
-    _, after, _ = rig.back.jobs[0]
-    assert held.group.stored is not None and held.group.stored.filled in after
 
 
 def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
@@ -81,9 +72,7 @@ def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
     assert (rig.engine.resident, held.saved.group.state, rig.engine.unsettled) == before
     assert held.saved.group.buffer is None
     for late in (other, held):  # as they would have come back without it
-        given = late.use()
-        rig.back.run()
-        assert torch.equal(given, late.expected)
+        assert_comes_back(rig, late)
 
 
 def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
@@ -101,22 +90,13 @@ def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
     assert rig.back.copies == 1
 
 
-def test_the_stream_waits_for_a_buffer_once(rig: Rig) -> None:
-    members = rig.offloaded(count=3)
+def test_every_stream_that_uses_a_buffer_waits_for_it_once(rig: Rig) -> None:
+    members = rig.offloaded(count=4)
     rig.out.run()
     rig.compute.waits.clear()
-    for held in members:
+    for held, stream in zip(members, (1, 1, 2, 2), strict=True):
+        rig.compute.current = stream
         held.use()
-    assert len(rig.compute.waits) == 1
-
-
-def test_every_stream_that_uses_a_buffer_waits_for_it(rig: Rig) -> None:
-    one, other, _ = rig.offloaded(count=3)
-    rig.out.run()
-    rig.compute.waits.clear()
-    one.use()
-    rig.compute.current = 2
-    other.use()
     assert [stream for _, stream in rig.compute.waits] == [1, 2]
     assert [stream for _, stream in rig.compute.handed_over] == [2]
 
@@ -131,25 +111,17 @@ def test_a_buffer_is_handed_over_to_a_first_user_on_another_stream(rig: Rig) -> 
     assert [stream for _, stream in rig.compute.handed_over] == [2]
 
 
-def test_groups_come_back_in_the_order_in_which_they_are_needed(rig: Rig) -> None:
+def test_groups_come_back_in_the_order_in_which_they_are_needed_and_within_the_limit(rig: Rig) -> None:
     groups = {next_use: rig.offloaded(next_use)[0] for next_use in (5, 1, 9, 3)}
     rig.out.run()
     rig.engine.limit = 2 * NBYTES
     rig.engine.begin_backward()
+    assert rig.engine.resident == 2 * NBYTES
     home = [next_use for next_use, held in groups.items() if held.group.state is State.HOME]
     assert sorted(home) == [1, 3]
     groups[1].use()
     assert groups[5].group.state is State.HOME
     assert groups[9].group.state is State.AWAY
-
-
-def test_prefetching_stays_within_the_limit(rig: Rig) -> None:
-    for next_use in range(6):
-        rig.offloaded(next_use)
-    rig.out.run()
-    rig.engine.limit = 3 * NBYTES
-    rig.engine.begin_backward()
-    assert rig.engine.resident == 3 * NBYTES
 
 
 def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
@@ -199,13 +171,15 @@ def test_a_group_comes_back_when_its_position_is_reached(rig: Rig) -> None:
     assert rig.back.copies == 1
 
 
-def test_what_is_needed_before_its_position_comes_back_all_the_same(rig: Rig) -> None:
+@pytest.mark.parametrize("limit, bring_at", [(0, -1), (NBYTES, 100)], ids=["beyond_the_limit", "before_its_position"])
+def test_what_is_needed_comes_back_all_the_same(rig: Rig, limit: int, bring_at: int) -> None:
     (held,) = rig.offloaded()
-    held.group.bring_at = 100
+    held.group.bring_at = bring_at
     rig.out.run()
-    view = held.use()
-    rig.back.run()
-    assert torch.equal(view, held.expected)
+    rig.engine.limit = limit
+    rig.engine.begin_backward()
+    assert rig.back.copies == 0
+    assert_comes_back(rig, held)
 
 
 def test_the_room_of_a_site_holds_from_its_birth_and_from_its_use(rig: Rig) -> None:
@@ -227,15 +201,6 @@ def test_what_is_asked_for_again_does_not_turn_the_room_back(rig: Rig) -> None:
     assert rig.engine.limit == 5 * NBYTES
 
 
-def test_what_is_needed_comes_back_whatever_the_limit(rig: Rig) -> None:
-    (held,) = rig.offloaded()
-    rig.out.run()
-    rig.engine.begin_backward()
-    view = held.use()
-    rig.back.run()
-    assert torch.equal(view, held.expected)
-
-
 def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None:
     one, other = rig.offloaded(count=2)
     rig.out.run()
@@ -254,37 +219,22 @@ def test_no_room_for_a_prefetch_is_no_error(rig: Rig, monkeypatch: pytest.Monkey
     (held,) = rig.offloaded()
     rig.out.run()
     rig.engine.limit = NBYTES
-
-    def refuse(nbytes: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(rig.compute, "empty", refuse)
+        patch.setattr(rig.compute, "empty", raising(torch.OutOfMemoryError, "no room"))
         rig.engine.begin_backward()
         with pytest.raises(torch.OutOfMemoryError):
             held.use()
-    view = held.use()
-    rig.back.run()
-    assert torch.equal(view, held.expected)
+    assert_comes_back(rig, held)
 
 
-def test_a_second_backward_brings_groups_back_again(rig: Rig) -> None:
-    members = rig.offloaded(count=2)
+def test_a_second_backward_brings_groups_back_again_and_does_not_keep_all_in_hbm(rig: Rig) -> None:
+    groups = [rig.offloaded(next_use, count=2) for next_use in range(8)]
     rig.out.run()
     for _ in range(3):
-        views = [held.use() for held in members]
-        rig.back.run()
-        assert all(torch.equal(view, held.expected) for view, held in zip(views, members, strict=True))
-
-
-def test_a_second_backward_does_not_keep_all_groups_in_hbm(rig: Rig) -> None:
-    groups = [rig.offloaded(next_use)[0] for next_use in range(8)]
-    rig.out.run()
-    for _ in range(3):
-        for held in groups:
-            held.use()
-            rig.back.run()
-    assert sum(held.group.buffer is not None for held in groups) <= 1
+        for members in groups:
+            for held in members:
+                assert_comes_back(rig, held)
+    assert sum(held.group.buffer is not None for held, _ in groups) <= 1
 
 
 def test_a_graph_outlives_the_lanes() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.by_hand import HandStore, eventually
+from tests.unit.migrator.offload.rig import dram_alone
 from tests.unit.store_faults import FaultyFile, fail
 from torch_tiers.allocator.errors import StoreError, TierFull
 from torch_tiers.allocator.host.dram import DramArena, DramBlock
@@ -27,6 +28,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 NBYTES = PAGE - 5 * KiB  # a page of DRAM, and a tail that no disk block ends with
 
 Make = Callable[..., Backing]
+TakeAll = Callable[[], list[DramBlock]]
 
 
 def passed() -> HostEvent:
@@ -47,8 +49,8 @@ def make(arena: DramArena) -> Iterator[Make]:
     """Makes backings on `arena`; whatever a test leaves of them must close without help."""
     made: list[tuple[Backing, HandStore | None]] = []
 
-    def make(store: HandStore | None = None) -> Backing:
-        backing = Backing(arena, store, Counters())  # type: ignore[arg-type]
+    def make(store: HandStore | None = None, counters: Counters | None = None) -> Backing:
+        backing = Backing(arena, store, counters or Counters())  # type: ignore[arg-type]
         made.append((backing, store))
         return backing
 
@@ -59,17 +61,29 @@ def make(arena: DramArena) -> Iterator[Make]:
         backing.close()
 
 
-def test_dram_grows_ahead_to_what_all_owners_need(tmp_path: Path) -> None:
-    arena = DramArena(64 * PAGE, pinned=False, step=PAGE)
-    backing = Backing(arena, None, Counters())
-    owner, other = Owner(), Owner()
-    backing.reserve(owner, 4 * PAGE)
-    backing.reserve(other, 12 * PAGE)
-    assert eventually(lambda: arena.grown == 17 * PAGE)  # and one part in sixteen for the ends
-    backing.reserve(owner, 20 * PAGE)
-    assert eventually(lambda: arena.grown == 34 * PAGE)
-    backing.close()
-    arena.close()
+@pytest.fixture
+def take_all(arena: DramArena) -> Iterator[TakeAll]:
+    """Takes all that is left of DRAM, and at the end of the test gives back what is still taken."""
+    taken: list[DramBlock] = []
+
+    def take() -> list[DramBlock]:
+        while (block := arena.allocate(PAGE)) is not None:
+            taken.append(block)
+        return taken
+
+    yield take
+    for block in taken:
+        arena.free(block)
+
+
+def test_dram_grows_ahead_to_what_all_owners_need() -> None:
+    with dram_alone(64) as (backing, arena):
+        owner, other = Owner(), Owner()
+        backing.reserve(owner, 4 * PAGE)
+        backing.reserve(other, 12 * PAGE)
+        assert eventually(lambda: arena.grown == 17 * PAGE)  # and one part in sixteen for the ends
+        backing.reserve(owner, 20 * PAGE)
+        assert eventually(lambda: arena.grown == 34 * PAGE)
 
 
 def test_nothing_goes_to_disk_where_dram_holds_all_that_plans_keep_in_it(make: Make, arena: DramArena) -> None:
@@ -86,18 +100,15 @@ def test_nothing_goes_to_disk_where_dram_holds_all_that_plans_keep_in_it(make: M
 def test_without_a_disk_what_others_need_is_used_on() -> None:
     """It cannot be given back, and a run that could go on must not fail for it."""
     left = 128 * PAGE
-    arena = DramArena(4 * PAGE, pinned=False, step=4 * PAGE, room=lambda: Room(left, ""))
-    backing = Backing(arena, None, Counters())
-    stored_groups = [backing.new(PAGE, k) for k in range(4)]
-    left = -4 * PAGE
-    assert eventually(lambda: arena.capacity == 0)
-    backing.drop(stored_groups.pop())
-    assert arena.allocate(PAGE) is None
-    assert backing.new(PAGE, 4).block is not None
-    with pytest.raises(TierFull):
-        backing.new(PAGE, 5)
-    backing.close()
-    arena.close()
+    with dram_alone(4, step=4 * PAGE, room=lambda: Room(left, "")) as (backing, arena):
+        stored_groups = [backing.new(PAGE, k) for k in range(4)]
+        left = -4 * PAGE
+        assert eventually(lambda: arena.capacity == 0)
+        backing.drop(stored_groups.pop())
+        assert arena.allocate(PAGE) is None
+        assert backing.new(PAGE, 4).block is not None
+        with pytest.raises(TierFull):
+            backing.new(PAGE, 5)
 
 
 class Owner:
@@ -143,26 +154,38 @@ def settle(backing: Backing, stored_groups: list[StoredGroup]) -> None:
     backing.read_ahead(stored_groups[-1])  # needed first, so it is in DRAM, and nothing is read
 
 
-def take_all(arena: DramArena) -> list[DramBlock]:
-    blocks = []
-    while (block := arena.allocate(PAGE)) is not None:
-        blocks.append(block)
-    return blocks
+def settled(make: Make, count: int) -> tuple[Backing, HandStore, list[StoredGroup]]:
+    """What `fill` makes, on a disk that is done with it."""
+    store = HandStore(100 * MiB, at_once=True)
+    backing = make(store)
+    stored_groups = fill(backing, count)
+    settle(backing, stored_groups)
+    return backing, store, stored_groups
+
+
+def one_is_written(make: Make, counters: Counters | None = None) -> tuple[Backing, HandStore, list[StoredGroup]]:
+    """What `fill` makes, with a page of DRAM left: room is made, on a disk that moves when told to."""
+    store = HandStore(100 * MiB)
+    backing = make(store, counters)
+    stored_groups = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    return backing, store, stored_groups
+
+
+def written(stored: StoredGroup) -> bool:
+    return eventually(lambda: stored.writing is None or stored.writing.done())
 
 
 # ------------------------------------------------------------------------------------------ dram first
 
 
-def test_a_stored_group_begins_in_dram(make: Make, arena: DramArena) -> None:
+def test_a_stored_group_begins_in_dram_and_leaves_nothing_once_it_is_dropped(make: Make, arena: DramArena) -> None:
     store = HandStore(100 * MiB)
-    stored = put(make(store), 1, 0)
+    backing = make(store)
+    stored = put(backing, 1, 0)
     assert stored.block is not None and stored.block.nbytes == NBYTES
     assert (arena.used, store.used) == (PAGE, 0)
-
-
-def test_a_dropped_stored_group_leaves_nothing(make: Make, arena: DramArena) -> None:
-    backing = make()
-    backing.drop(put(backing, 1, 0))
+    backing.drop(stored)
     assert arena.used == 0
 
 
@@ -181,13 +204,6 @@ def test_what_is_needed_last_is_written_first(make: Make) -> None:
     backing = make(HandStore(100 * MiB, at_once=True))
     stored_groups = fill(backing, 12)
     assert [on_disk_only(stored) or stored.writing is not None for stored in stored_groups] == [True] * 6 + [False] * 6
-
-
-def test_room_is_made_before_dram_is_full(make: Make) -> None:
-    store = HandStore(100 * MiB)
-    fill(make(store), 7)
-    assert eventually(lambda: len(store.writes) == 1)
-    store.writes[0].set_result(None)
 
 
 def test_what_is_not_filled_yet_is_not_written(make: Make) -> None:
@@ -216,52 +232,34 @@ def test_a_write_waits_for_the_copy_that_fills_its_block(make: Make) -> None:
     assert contents(backing, stored) == {7}
 
 
-def test_what_was_written_comes_back(make: Make) -> None:
-    backing = make(HandStore(100 * MiB, at_once=True))
-    stored_groups = fill(backing, 20)
-    settle(backing, stored_groups)
+def test_what_was_written_comes_back_and_is_not_written_again(make: Make) -> None:
+    backing, store, stored_groups = settled(make, 20)
     assert sum(on_disk_only(stored) for stored in stored_groups) >= 12
-    assert [contents(backing, stored) for stored in stored_groups] == [{number} for number in range(20)]
-
-
-def test_what_is_on_disk_is_not_written_again(make: Make) -> None:
-    store = HandStore(100 * MiB, at_once=True)
-    backing = make(store)
-    stored_groups = fill(backing, 20)
-    for stored in stored_groups + stored_groups:
-        contents(backing, stored)
+    for _ in range(2):
+        assert [contents(backing, stored) for stored in stored_groups] == [{number} for number in range(20)]
     assert len(store.writes) <= len(stored_groups)
 
 
-def test_reading_ahead_pushes_nothing_out(make: Make, arena: DramArena) -> None:
-    backing = make(HandStore(100 * MiB, at_once=True))
-    stored_groups = fill(backing, 12)
-    settle(backing, stored_groups)
-    first, rest = stored_groups[0], take_all(arena)
+def test_reading_ahead_pushes_nothing_out(make: Make, arena: DramArena, take_all: TakeAll) -> None:
+    backing, _, (first, *_) = settled(make, 12)
+    rest = take_all()
     assert on_disk_only(first)
     assert not backing.read_ahead(first)
     assert first.block is None
     arena.free(rest.pop())
     assert backing.read_ahead(first)
     assert eventually(lambda: backing.at_hand(first))
-    for block in rest:
-        arena.free(block)
 
 
-def test_waits_for_the_disk_are_counted(arena: DramArena) -> None:
-    store, counters = HandStore(100 * MiB), Counters()
-    backing = Backing(arena, store, counters)  # type: ignore[arg-type]
-    stored = fill(backing, 7)[0]
-    assert eventually(lambda: len(store.writes) == 1)
+def test_waits_for_the_disk_are_counted(make: Make, take_all: TakeAll) -> None:
+    backing, store, stored_groups = one_is_written(make, counters := Counters())
     timer = threading.Timer(0.05, store.writes[0].set_result, (None,))
     timer.start()
-    blocks = take_all(arena)
+    take_all()
     other = backing.new(NBYTES, 0)
     assert counters.stalls["disk_write"].count == 1
-    assert other.block is not None and on_disk_only(stored)
+    assert other.block is not None and on_disk_only(stored_groups[0])
     timer.join()
-    for block in blocks:
-        arena.free(block)
     store.finish()
     backing.close()
     assert counters.moved["disk_write"] >= NBYTES
@@ -271,28 +269,22 @@ def test_waits_for_the_disk_are_counted(arena: DramArena) -> None:
 
 
 def test_a_block_is_not_given_back_while_it_is_written(make: Make, arena: DramArena) -> None:
-    store = HandStore(100 * MiB)
-    backing = make(store)
-    stored_groups = fill(backing, 7)
-    assert eventually(lambda: len(store.writes) == 1)
+    backing, store, stored_groups = one_is_written(make)
     for stored in stored_groups:
         backing.drop(stored)
     assert (arena.used, store.used) == (PAGE, 2 * MiB - 4 * KiB)
     store.writes[0].set_result(None)
-    assert eventually(lambda: stored_groups[0].writing is not None and stored_groups[0].writing.done())
+    assert written(stored_groups[0])
     backing.drop(put(backing, 1, 0))
     assert (arena.used, store.used) == (0, 0)
 
 
 def test_a_block_is_not_given_back_while_it_is_read_into(make: Make, arena: DramArena) -> None:
-    store = HandStore(100 * MiB)
-    backing = make(store)
-    stored_groups = fill(backing, 7)
-    assert eventually(lambda: len(store.writes) == 1)
+    backing, store, stored_groups = one_is_written(make)
     store.writes[0].set_result(None)
     for stored in stored_groups[1:]:
         backing.drop(stored)
-    assert eventually(lambda: stored_groups[0].writing is None or stored_groups[0].writing.done())
+    assert written(stored_groups[0])
     assert backing.read_ahead(stored_groups[0]) and eventually(lambda: len(store.reads) == 1)
     backing.drop(stored_groups[0])
     assert arena.used == PAGE
@@ -302,23 +294,17 @@ def test_a_block_is_not_given_back_while_it_is_read_into(make: Make, arena: Dram
     assert (arena.used, store.used) == (0, 0)
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["under_way", "over"])
 @pytest.mark.parametrize("copy", ["filled", "returned"])
-def test_whoever_gets_a_block_waits_for_the_copy_that_still_touches_it(make: Make, copy: str) -> None:
+def test_whoever_gets_a_block_waits_for_a_copy_only_while_it_touches_it(make: Make, copy: str, over: bool) -> None:
     backing = make()
     stored_groups = fill(backing, 8)
-    under_way = HostEvent()
-    setattr(stored_groups[3], copy, under_way)
+    touching = HostEvent()
+    setattr(stored_groups[3], copy, touching)
     backing.drop(stored_groups[3])
-    assert under_way in backing.new(NBYTES, 0).after
-
-
-def test_a_copy_that_is_over_is_not_waited_for(make: Make) -> None:
-    backing = make()
-    stored_groups = fill(backing, 8)
-    under_way = stored_groups[3].returned = HostEvent()
-    backing.drop(stored_groups[3])
-    under_way.set()
-    assert list(backing.new(NBYTES, 0).after) == []
+    if over:
+        touching.set()
+    assert list(backing.new(NBYTES, 0).after) == ([] if over else [touching])
 
 
 def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_stored_group() -> None:
@@ -332,49 +318,37 @@ def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_stored_gro
             return False
 
     count = 8 * GUARDS
-    arena = DramArena(2 * count * PAGE, pinned=False, step=2 * count * PAGE)
-    backing = Backing(arena, None, Counters())
-    stored_groups = [backing.new(PAGE, k) for k in range(count)]
-    for stored in stored_groups:
-        stored.filled = stored.returned = Behind()
-        backing.drop(stored)
-    Behind.asked = 0
-    more = [backing.new(2 * PAGE, k) for k in range(GUARDS)]
-    overlapping = sum(len(stored.after) for stored in more)
-    assert Behind.asked <= overlapping + count
-    for stored in more:
-        backing.drop(stored)
-    backing.close()
-    arena.close()
+    with dram_alone(2 * count, step=2 * count * PAGE) as (backing, _):
+        stored_groups = [backing.new(PAGE, k) for k in range(count)]
+        for stored in stored_groups:
+            stored.filled = stored.returned = Behind()
+            backing.drop(stored)
+        Behind.asked = 0
+        more = [backing.new(2 * PAGE, k) for k in range(GUARDS)]
+        overlapping = sum(len(stored.after) for stored in more)
+        assert Behind.asked <= overlapping + count
 
 
-def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, arena: DramArena) -> None:
-    store = HandStore(100 * MiB, at_once=True)
-    backing = make(store)
-    stored_groups = fill(backing, 12)
-    settle(backing, stored_groups)
-    assert on_disk_only(stored_groups[0])
-    others = take_all(arena)
-    under_way = stored_groups[11].returned = HostEvent()
-    backing.drop(stored_groups[11])
+def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, take_all: TakeAll) -> None:
+    backing, store, (first, *_, last) = settled(make, 12)
+    assert on_disk_only(first)
+    take_all()
+    under_way = last.returned = HostEvent()
+    backing.drop(last)
     reads = len(store.reads)
-    assert backing.read_ahead(stored_groups[0])
-    assert not backing.at_hand(stored_groups[0])
+    assert backing.read_ahead(first)
+    assert not backing.at_hand(first)
     assert len(store.reads) == reads
     under_way.set()
-    assert eventually(lambda: backing.at_hand(stored_groups[0]))
-    for block in others:
-        arena.free(block)
+    assert eventually(lambda: backing.at_hand(first))
 
 
-def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: DramArena) -> None:
+def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, take_all: TakeAll) -> None:
     """The engine of another thread looks for room at the very moment a copy out of a block is queued."""
-    backing = make(HandStore(100 * MiB, at_once=True))
-    stored_groups = fill(backing, 12)
-    settle(backing, stored_groups)
+    backing, _, stored_groups = settled(make, 12)
     contents(backing, stored_groups[0])  # in DRAM and on NVMe: the cheapest to take away
     assert stored_groups[0].block is not None
-    others = take_all(arena)
+    take_all()
     found: list[StoredGroup] = []
     other = threading.Thread(target=lambda: found.append(backing.new(NBYTES, 0)))
     lent = HostEvent()
@@ -390,8 +364,6 @@ def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: Dra
     assert stored_groups[0].block is None  # taken now, by one who knows of the copy
     assert lent in found[0].after
     lent.set()
-    for block in others:
-        arena.free(block)
 
 
 # ------------------------------------------------------------------------------------------- bad days
@@ -412,7 +384,7 @@ def test_full_tiers_are_both_named_and_what_is_on_nvme_can_still_come_back(make:
 
 
 def test_what_backward_needs_comes_back_through_memory_beyond_a_full_dram(
-    make: Make, arena: DramArena, caplog: pytest.LogCaptureFixture
+    make: Make, arena: DramArena, take_all: TakeAll, caplog: pytest.LogCaptureFixture
 ) -> None:
     backing = make(HandStore(100 * MiB, at_once=True))
     stored_groups = [put(backing, value=number, next_use=0) for number in range(2)]
@@ -423,14 +395,12 @@ def test_what_backward_needs_comes_back_through_memory_beyond_a_full_dram(
     settle(backing, [*stored_groups, other])
     assert all(map(on_disk_only, stored_groups))
     backing.drop(other)
-    taken = take_all(arena)
+    taken = take_all()
     assert [contents(backing, stored) for stored in stored_groups] == [{0}, {1}]
     assert len([text for text in caplog.messages if "beyond" in text]) == 1
     for stored in stored_groups:
         backing.drop(stored)
-    for block in taken:
-        arena.free(block)
-    assert arena.used == 0
+    assert arena.used == len(taken) * PAGE
 
 
 def test_no_block_stays_free_for_a_large_one_that_is_gone(make: Make) -> None:
@@ -458,24 +428,12 @@ def test_what_is_larger_than_dram_is_not_the_fault_of_nvme(make: Make) -> None:
         backing.new(9 * PAGE, 0)
 
 
-def test_a_write_that_fails_leaves_the_bytes_in_dram(make: Make) -> None:
-    store = HandStore(100 * MiB)
-    backing = make(store)
-    stored_groups = fill(backing, 7)
-    assert eventually(lambda: len(store.writes) == 1)
+def test_a_write_that_fails_leaves_the_bytes_in_dram_and_is_not_tried_again(make: Make) -> None:
+    backing, store, stored_groups = one_is_written(make)
     store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
     settle(backing, stored_groups)
     assert store.used == 0
     assert contents(backing, stored_groups[0]) == {0}
-
-
-def test_what_cannot_be_written_is_not_tried_again(make: Make, arena: DramArena) -> None:
-    store = HandStore(100 * MiB)
-    backing = make(store)
-    stored_groups = fill(backing, 7)
-    assert eventually(lambda: len(store.writes) == 1)
-    store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
-    settle(backing, stored_groups)
     fill(backing, 1)
     assert eventually(lambda: len(store.writes) >= 2)
     assert stored_groups[0].writing is None
@@ -483,12 +441,9 @@ def test_what_cannot_be_written_is_not_tried_again(make: Make, arena: DramArena)
 
 
 def test_any_error_of_a_write_keeps_the_bytes(make: Make) -> None:
-    store = HandStore(100 * MiB)
-    backing = make(store)
-    stored_groups = fill(backing, 7)
-    assert eventually(lambda: len(store.writes) == 1)
+    backing, store, stored_groups = one_is_written(make)
     store.writes[0].set_exception(RuntimeError("a bug"))
-    assert eventually(lambda: stored_groups[0].writing is None or stored_groups[0].writing.done())
+    assert written(stored_groups[0])
     with pytest.raises(RuntimeError, match="a bug"):
         backing.read_ahead(stored_groups[0])
     assert stored_groups[0].extent is None  # nothing lies there, so it is no copy that the block could be given up for
@@ -506,11 +461,11 @@ def test_an_error_of_another_group_s_write_leaks_no_block_of_a_new_group(make: M
     backing.filled(small)
     assert eventually(lambda: len(store.writes) == 2)
     store.writes[0].set_result(None)
-    assert eventually(lambda: large.writing is not None and large.writing.done())
+    assert written(large)
     backing.read_ahead(small)  # looks after what is written
     assert on_disk_only(large)
     store.writes[1].set_exception(RuntimeError("a bug"))
-    assert eventually(lambda: small.writing is not None and small.writing.done())
+    assert written(small)
     taken = [arena.allocate(PAGE) for _ in range(6)]  # but for one, which the large group could not come back into
     used = arena.used
     with pytest.raises(RuntimeError, match="a bug"):
@@ -523,12 +478,9 @@ def test_an_error_of_another_group_s_write_leaks_no_block_of_a_new_group(make: M
 
 
 def test_a_read_that_fails_is_an_error_and_leaks_nothing(make: Make, arena: DramArena) -> None:
-    store = HandStore(100 * MiB)
-    backing = make(store)
-    stored_groups = fill(backing, 7)
-    assert eventually(lambda: len(store.writes) == 1)
+    backing, store, stored_groups = one_is_written(make)
     store.writes[0].set_result(None)
-    assert eventually(lambda: stored_groups[0].writing is None or stored_groups[0].writing.done())
+    assert written(stored_groups[0])
     assert backing.read_ahead(stored_groups[0]) and eventually(lambda: len(store.reads) == 1)
     store.reads[0].set_exception(StoreError("/somewhere", 0, NBYTES, "read", "bad sector"))
     with pytest.raises(StoreError, match=r"cannot read .* bad sector"):
@@ -540,10 +492,7 @@ def test_a_read_that_fails_is_an_error_and_leaks_nothing(make: Make, arena: Dram
 
 def test_a_stored_group_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, arena: DramArena) -> None:
     """All of DRAM is being read into, and backward asks for another stored group first."""
-    store = HandStore(100 * MiB, at_once=True)
-    backing = make(store)
-    stored_groups = fill(backing, 20)
-    settle(backing, stored_groups)
+    backing, store, stored_groups = settled(make, 20)
     for stored in stored_groups[9:]:
         backing.drop(stored)
     store.at_once = False

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.by_hand import eventually
+from tests.unit.by_hand import eventually, raising
 from tests.unit.natively import built
 from torch_tiers.allocator.errors import StoreError, TierFull
 from torch_tiers.allocator.host.dram import DramArena
@@ -191,11 +191,7 @@ def test_a_group_that_the_direct_way_fails_on_goes_by_dram_which_is_said_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ended training, and the bytes were still in HBM."""
-
-    def refuse(*_: object) -> HostEvent:
-        raise torch.OutOfMemoryError("no room to gather in")
-
-    monkeypatch.setattr(rig.out, "copy", refuse)
+    monkeypatch.setattr(rig.out, "copy", raising(torch.OutOfMemoryError, "no room to gather in"))
     with caplog.at_level(logging.WARNING):
         offloaded = [rig.offload(2 * SLOT, 100) for _ in range(2)]
         rig.release()
@@ -217,11 +213,8 @@ def test_a_group_that_the_direct_way_fails_on_goes_by_dram_which_is_said_once(
 
 
 def test_a_group_that_finds_no_way_out_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> HostEvent:
-        raise TierFull("dram", None, 1, 0, 0)
-
-    monkeypatch.setattr(rig.out, "copy", refuse)
-    monkeypatch.setattr(rig.backing, "new", refuse)
+    for way, name in ((rig.out, "copy"), (rig.backing, "new")):
+        monkeypatch.setattr(way, name, raising(TierFull, "dram", None, 1, 0, 0))
     group, saved, contents = rig.offload(2 * SLOT)
     rig.release()
     assert group.members and rig.engine.resident == group.nbytes and rig.engine.source(saved[0]) is None
@@ -233,10 +226,7 @@ def test_a_group_that_finds_no_way_out_stays(rig: Rig, monkeypatch: pytest.Monke
 def test_a_write_that_cannot_be_asked_for_is_kept_in_the_hosts_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> Future[None]:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(rig.store, "write", refuse)
+    monkeypatch.setattr(rig.store, "write", raising(RuntimeError, "can't start new thread"))
     _, saved, contents = rig.offload(2 * SLOT)
     rig.release()
     assert torch.equal(rig.back(saved[0]), contents[0])
@@ -310,12 +300,8 @@ def test_a_group_whose_end_is_interrupted_leaves_nothing(rig: Rig, monkeypatch: 
         rig.engine._bring(group)
         assert group.stored is not None and group.stored.returned is not None
         group.stored.returned.synchronize()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(rig.engine.compute, "wait", interrupt)
+        patch.setattr(rig.engine.compute, "wait", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             rig.forget()
     assert group.state is State.GONE and group.buffer is None and rig.engine.resident == 0

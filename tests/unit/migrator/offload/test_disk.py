@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
-from tests.unit.by_hand import HandStore
-from tests.unit.migrator.offload.rig import NBYTES, Rig, assert_nothing_left
+from tests.unit.by_hand import HandStore, raising
+from tests.unit.migrator.offload.rig import NBYTES, Rig, assert_comes_back, assert_nothing_left
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -22,9 +21,7 @@ def test_groups_past_dram_come_back_from_disk(disk: Rig) -> None:
     disk.engine.limit = 2 * NBYTES
     disk.engine.begin_backward()
     for held in reversed(groups):
-        view = held.use()
-        disk.back.run()
-        assert torch.equal(view, held.expected)
+        assert_comes_back(disk, held)
         held.die()
     assert_nothing_left(disk)
 
@@ -45,19 +42,14 @@ def test_a_group_goes_to_the_tier_that_the_plan_names(disk: Rig) -> None:
     assert stored_groups[2] is not None and stored_groups[2].extent is not None
     assert stored_groups[1] is not None and stored_groups[1].extent is None
     for held in named:
-        view = held.use()
-        disk.back.run()
-        assert torch.equal(view, held.expected)
+        assert_comes_back(disk, held)
 
 
 def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused for want of one, a request ran later, into a block that by then was another's."""
     disk = Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError, "can't start new thread"))
     ran = threading.Semaphore(0)
     disk._readers.read(ran.release)
     disk._writers.write(ran.release)

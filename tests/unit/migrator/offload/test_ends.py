@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_nothing_left
+from tests.unit.by_hand import raising
+from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_comes_back, assert_nothing_left
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.group import State
 
@@ -48,7 +49,15 @@ def home_again(rig: Rig) -> Held:
     return held
 
 
-@pytest.mark.parametrize("reach", [filling, leaving, away, away_for_good, coming_home, home_again])
+def home_for_another(rig: Rig) -> Held:
+    used, unused = rig.offloaded(count=2)
+    rig.out.run()
+    used.use()
+    used.die()
+    return unused
+
+
+@pytest.mark.parametrize("reach", [filling, leaving, away, away_for_good, coming_home, home_again, home_for_another])
 def test_a_group_that_dies_leaves_nothing(rig: Rig, reach: Callable[[Rig], Held]) -> None:
     held = reach(rig)
     held.die()
@@ -56,13 +65,6 @@ def test_a_group_that_dies_leaves_nothing(rig: Rig, reach: Callable[[Rig], Held]
     assert held.group.state is State.GONE
     assert held.memory.expired()
     assert held.group.buffer is None
-
-
-def test_a_group_that_dies_while_it_fills_gives_its_memory_back(rig: Rig) -> None:
-    held = filling(rig)
-    held.die()
-    rig.engine.collect()
-    assert held.memory.expired()
 
 
 def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
@@ -76,21 +78,14 @@ def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
     assert rig.compute.outlasted == [(filled, 1)]  # whoever owns the memory is told that the lane still reads it
 
 
-def test_memory_that_a_lane_still_fills_is_not_reused_before(rig: Rig) -> None:
+def test_neither_memory_that_a_lane_still_fills_nor_the_block_that_it_reads_is_reused_before() -> None:
+    rig = Rig(dram=PAGE)
     held = coming_home(rig)
     assert held.group.stored is not None
     returned = held.group.stored.returned
     held.die()
     rig.engine.collect()
     assert returned in [event for event, _ in rig.compute.waits]
-
-
-def test_a_block_that_a_lane_still_reads_is_guarded(rig: Rig) -> None:
-    rig = Rig(dram=PAGE)
-    held = coming_home(rig)
-    assert held.group.stored is not None
-    returned = held.group.stored.returned
-    held.die()
     rig.offloaded()
     _, after, _ = rig.out.jobs[-1]
     assert returned in after
@@ -104,30 +99,16 @@ def test_a_group_lives_as_long_as_one_of_its_tensors(rig: Rig) -> None:
     one.use()
     one.die()
     rig.engine.collect()
-    view = other.use()
-    rig.back.run()
-    assert torch.equal(view, other.expected)
+    assert_comes_back(rig, other)
     other.die()
     assert_nothing_left(rig)
 
 
-def test_what_is_never_used_leaves_with_its_graph(rig: Rig) -> None:
-    used, unused = rig.offloaded(count=2)
-    rig.out.run()
-    used.use()
-    for held in (used, unused):
-        held.die()
-    assert_nothing_left(rig)
-
-
 def test_a_failed_copy_keeps_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room to gather in")
-
     group = rig.group()
     held = rig.held(group)
     with monkeypatch.context() as patch:
-        patch.setattr(rig.out, "copy", refuse)
+        patch.setattr(rig.out, "copy", raising(torch.OutOfMemoryError, "no room to gather in"))
         with pytest.raises(torch.OutOfMemoryError):
             rig.engine.offload(group)
     assert rig.arena.used == 0

@@ -5,25 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.migrator.offload.rig import NBYTES, Held, Rig
+from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_comes_back
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.sizes import PAGE, MiB
 from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.streams.pieces import SLOT
 
 
-def test_within_the_limit_memory_is_not_released(rig: Rig) -> None:
-    rig.engine.limit = NBYTES
-    (held,) = rig.offloaded()
-    assert held.group.state is State.LEAVING
-    assert not held.memory.expired()
-
-
-def test_over_the_limit_the_oldest_are_released(rig: Rig) -> None:
+def test_only_over_the_limit_memory_is_released_that_of_the_oldest_first(rig: Rig) -> None:
     rig.engine.limit = 2 * NBYTES
-    groups = [rig.offloaded()[0].group for _ in range(4)]
-    assert [group.state for group in groups] == [State.AWAY, State.AWAY, State.LEAVING, State.LEAVING]
+    held = [rig.offloaded()[0] for _ in range(4)]
+    assert [each.group.state for each in held] == [State.AWAY, State.AWAY, State.LEAVING, State.LEAVING]
     assert rig.engine.resident == 2 * NBYTES
+    rig.out.run()
+    assert [each.memory.expired() for each in held] == [True, True, False, False]
+    assert [each.saved.alias.untyped_storage().nbytes() for each in held] == [0, 0, NBYTES, NBYTES]
 
 
 def test_a_group_that_fills_makes_others_go_and_not_only_once_it_is_full(rig: Rig) -> None:
@@ -47,19 +43,6 @@ def test_a_meter_is_told_once_of_all_that_is_released_and_what_there_was_until_t
     rig.engine.limit = 0
     rig.engine.relieve()
     assert told == [5 * NBYTES]  # once for both
-
-
-def test_what_is_released_has_no_memory_in_hbm(rig: Rig) -> None:
-    (held,) = rig.offloaded()
-    rig.out.run()
-    assert held.memory.expired()
-    assert held.saved.alias.untyped_storage().nbytes() == 0
-
-
-def test_memory_is_released_in_the_order_of_the_stream(rig: Rig) -> None:
-    (held,) = rig.offloaded()
-    assert held.group.stored is not None
-    assert rig.compute.waits == [(held.group.stored.filled, 1)]
 
 
 def test_a_tensor_saved_again_after_its_storage_left_holds_no_memory(rig: Rig) -> None:
@@ -86,9 +69,7 @@ def test_members_lie_in_slots_as_they_were_saved(rig: Rig) -> None:
     assert [held.saved.offset for held in members] == [0, SLOT, SLOT + 5 * MiB, 3 * SLOT + 5 * MiB]
     rig.out.run()
     for held in members:
-        view = held.use()
-        rig.back.run()
-        assert torch.equal(view, held.expected)
+        assert_comes_back(rig, held)
 
 
 def test_a_full_tier_leaves_the_group_where_it_is(rig: Rig) -> None:
@@ -106,10 +87,11 @@ def test_a_full_tier_leaves_the_group_where_it_is(rig: Rig) -> None:
     small.close()
 
 
-def test_a_group_waits_for_the_stream_it_was_made_on(rig: Rig) -> None:
+def test_a_group_leaves_and_is_released_in_the_order_of_the_stream_it_was_made_on(rig: Rig) -> None:
     group = rig.group()
     rig.held(group)
     rig.compute.current = 2
     rig.engine.offload(group)
     assert rig.out.followed == [1]
-    assert [stream for _, stream in rig.compute.waits] == [1]
+    assert group.stored is not None
+    assert rig.compute.waits == [(group.stored.filled, 1)]

@@ -50,10 +50,11 @@ def test_what_has_no_recipe_cannot_be_dropped(dropped: set[int]) -> None:
         effect(TRACE, dropped)
 
 
-def test_two_storages_cannot_be_made_from_each_other() -> None:
+def test_two_storages_cannot_be_made_from_each_other_so_that_one_is_held() -> None:
     trace = Trace(SITES, 8, recipes={0: Recipe("X", (1,), 1.0), 1: Recipe("Y", (0,), 1.0)})
     with pytest.raises(Unobtainable, match="from itself"):
         effect(trace, {0, 1})
+    assert obtainable(trace, {0, 1}) == {1}
 
 
 @given(programs(), st.randoms())
@@ -72,16 +73,11 @@ def test_bytes_are_recomputed_for_as_long_as_they_are_read() -> None:
     assert occupied(outcome.held.values(), 4).tolist() == [0, 10, 10, 10, 0]
 
 
-def test_what_the_program_holds_lies_in_hbm_though_nobody_keeps_it() -> None:
+@pytest.mark.parametrize(("until", "after"), [(5, 0), (8, 12)], ids=["for a while", "until it is made again"])
+def test_what_the_program_holds_lies_in_hbm_once_though_nobody_keeps_it(until: int, after: int) -> None:
     """Such as a block's input until it is added: for want of those a plan exceeded its budget by a tensor or two."""
-    held = {2: 5}
-    outcome = effect(replace(TRACE, held=held), {2})
-    assert outcome.again.tolist() == [0, 0, 0, 12, 12, 0, 12, 0, 0]
-
-
-def test_what_the_program_holds_until_it_is_made_again_is_there_once() -> None:
-    outcome = effect(replace(TRACE, held={2: 8}), {2})
-    assert outcome.again.tolist() == [0, 0, 0, 12, 12, 12, 12, 0, 0]
+    outcome = effect(replace(TRACE, held={2: until}), {2})
+    assert outcome.again.tolist() == [0, 0, 0, 12, 12, after, 12, 0, 0]
 
 
 def test_scratch_is_there_only_while_something_is_made() -> None:
@@ -113,20 +109,11 @@ def test_what_is_obtainable_of_a_long_chain_is_known_at_once() -> None:
     assert obtainable(trace, trace.recipes) == frozenset(trace.recipes)
 
 
-def test_of_two_storages_made_from_each_other_one_is_held() -> None:
-    trace = Trace(SITES, 8, recipes={0: Recipe("X", (1,), 1.0), 1: Recipe("Y", (0,), 1.0)})
-    assert obtainable(trace, {0, 1}) == {1}
-
-
 def test_a_chain_of_recipes_may_be_as_long_as_a_program_makes_it() -> None:
     """Beyond a thousand it was a RecursionError in the training loop."""
     count = 3000
-    last = 2 * count - 1
-    sites = tuple(Site(f":{k}", k, MiB, k, (last - k,)) for k in range(count))
     recipes = {k: Recipe("sin", (k - 1,), 1e-5) for k in range(1, count)}
-    times = tuple(1e-4 * (k + 1) for k in range(2 * count))
-    trace = Trace(sites, 2 * count, times, 1.0, (0,) * (2 * count + 1), recipes)
-    made = effect(trace, range(1, count))
+    made = effect(replace(chain([MiB] * count), recipes=recipes), range(1, count))
     assert set(made.work) == {count}
     assert made.work[count].seconds == pytest.approx(1e-5 * (count - 1))
 

@@ -19,11 +19,8 @@ def just_low(links: Links) -> float:
     return seconds
 
 
-def test_what_moves_crosses_the_bus_there_and_back() -> None:
+def test_what_moves_crosses_the_bus_there_and_back_and_again_where_it_goes_on_to_drives() -> None:
     assert crossing(PLAN, PCIE_GEN5) == 6 * GiB
-
-
-def test_what_goes_on_to_drives_crosses_it_again() -> None:
     assert crossing(PLAN, replace(PCIE_GEN5, dram=GiB)) == 10 * GiB
 
 

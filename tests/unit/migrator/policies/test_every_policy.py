@@ -6,7 +6,7 @@ from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.quick import quickest
@@ -117,8 +117,10 @@ def no_lane_is_overbooked(plan: Plan, links: Links, result: Simulated) -> None:
 @ALL
 @settings(max_examples=50)
 @given(trace=st.one_of(traces(), programs()), budget=BUDGETS, links=LINKS)
-def test_every_plan_is_sound(name: str, trace: Trace, budget: int, links: Links) -> None:
+@example(trace=Trace((), 0), budget=MiB, links=PCIE_GEN5)  # which saves nothing
+def test_every_plan_is_sound_and_signed(name: str, trace: Trace, budget: int, links: Links) -> None:
     plan = planned(name, trace, budget, links)
+    assert plan.policy == name
     result = simulate(trace, links, plan)
     every_site_and_every_storage_has_one_place(trace, plan)
     what_is_recomputed_is_made_from_what_is_there(trace, plan)
@@ -133,11 +135,6 @@ def test_every_plan_is_sound(name: str, trace: Trace, budget: int, links: Links)
 def test_a_plan_is_the_same_for_the_same_trace(name: str, trace: Trace, budget: int, links: Links) -> None:
     again = trace_json.read(trace_json.write(trace))
     assert planned(name, again, budget, links).to_json() == planned(name, trace, budget, links).to_json()
-
-
-@ALL
-def test_a_policy_signs_its_plans(name: str) -> None:
-    assert POLICIES[name](chain([MiB]), 0, PCIE_GEN5).policy == name
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
@@ -179,11 +176,6 @@ def test_a_search_plans_alike_for_one_seed_and_unlike_for_another() -> None:
     plans = [swapadvisor.plan(trace, budget, PCIE_GEN5, seed=seed, seconds=60).to_json() for seed in (1, 1, 2, 3)]
     assert plans[0] == plans[1]
     assert len({*plans}) > 1
-
-
-@ALL
-def test_an_iteration_that_saves_nothing_is_planned(name: str) -> None:
-    assert placed(POLICIES[name](Trace((), 0), MiB, PCIE_GEN5)) == []
 
 
 @pytest.mark.stress

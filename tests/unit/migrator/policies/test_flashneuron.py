@@ -15,6 +15,7 @@ from torch_tiers.migrator.policies import flashneuron as policy
 from torch_tiers.migrator.simulator import simulate
 
 ROOMS = st.integers(0, 2 * GiB)
+TRACE = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
 flashneuron = partial(policy.plan, links=PCIE_GEN5)
 
 
@@ -35,8 +36,7 @@ def test_flashneuron_by_hand() -> None:
 
     Backward asks for f first. Only c and d are small enough to share a group.
     """
-    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
-    plan = flashneuron(trace, 40 * MiB)
+    plan = flashneuron(TRACE, 40 * MiB)
     assert [group.sites for group in plan.groups] == [
         ("layer5:0",), ("layer4:0",), ("layer3:0", "layer2:0"), ("layer1:0",), ("layer0:0",),
     ]  # fmt: skip
@@ -66,20 +66,18 @@ def test_flashneuron_moves_the_oldest(trace: Trace, room: int) -> None:
 
 def test_flashneuron_goes_to_the_drive_past_dram() -> None:
     """As in the paper. Where there is no such way groups go where there is room."""
-    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
     direct = replace(PCIE_GEN5, disk_write=2.9e9, disk_read=2.9e9, gds_write=3e9, gds_read=6e9)
-    plan = policy.plan(trace, 40 * MiB, direct)
+    plan = policy.plan(TRACE, 40 * MiB, direct)
     assert {group.tier for group in plan.groups} == {"nvme"}
-    result = simulate(trace, direct, plan)
+    result = simulate(TRACE, direct, plan)
     assert (result.peak["dram"], result.busy["d2h"], result.busy["h2d"], result.busy["disk_write"]) == (0, 0, 0, 0)
     assert result.peak["nvme"] == plan.stored_bytes
-    staged = policy.plan(trace, 40 * MiB, direct.staged)
-    assert staged.to_json() == flashneuron(trace, 40 * MiB).to_json()
+    staged = policy.plan(TRACE, 40 * MiB, direct.staged)
+    assert staged.to_json() == flashneuron(TRACE, 40 * MiB).to_json()
     assert {group.tier for group in staged.groups} == {None}
     assert [group.sites for group in staged.groups] == [group.sites for group in plan.groups]
 
 
 def test_what_else_lies_in_hbm_comes_off_the_budget() -> None:
-    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
-    crowded = replace(trace, others=(*[0] * 17, 90 * MiB, 10 * MiB))
-    assert flashneuron(crowded, 130 * MiB).keep == flashneuron(trace, 40 * MiB).keep
+    crowded = replace(TRACE, others=(*[0] * 17, 90 * MiB, 10 * MiB))
+    assert flashneuron(crowded, 130 * MiB).keep == flashneuron(TRACE, 40 * MiB).keep

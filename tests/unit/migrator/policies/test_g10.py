@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.policies import POLICIES
@@ -35,18 +37,13 @@ def test_g10_takes_the_larger_benefit_whatever_it_costs() -> None:
     assert moves(POLICIES["g10"](trace, 27 * MiB, LINKS)).keys() == {"b"}
 
 
-def test_g10_prefers_the_disk_while_it_is_not_writing() -> None:
-    """The disk takes 16 s each way: ``safe = 32 * 1.25 = 40`` s of a's 60 and b's 48.
+@pytest.mark.parametrize("lane", ["disk", "gds"])
+def test_g10_prefers_the_drive_while_it_is_not_writing(lane: str) -> None:
+    """The drive takes 16 s each way: ``safe = 32 * 1.25 = 40`` s of a's 60 and b's 48.
 
-    a is written from 8 to 24 s. b would be from 12 s on: the disk is booked, so it goes to host memory.
+    a is written from 8 to 24 s. b would be from 12 s on: the drive is booked, so it goes to host memory. Past host
+    memory there is no lane before the drive's: a is written from 4 to 20 s, b would be from 8 s on.
     """
-    links = replace(LINKS, disk_write=MiB / 4, disk_read=MiB / 4)
-    plan = POLICIES["g10"](TRACE, 21 * MiB, links)
-    assert {group.sites[0]: group.tier for group in plan.groups} == {"a:0": "nvme", "b:0": "dram"}
-
-
-def test_g10_prefers_the_drive_past_host_memory_while_it_is_not_writing() -> None:
-    """As above, without a lane before the drive's: a is written from 4 to 20 s, b would be from 8 s on."""
-    links = replace(LINKS, gds_write=MiB / 4, gds_read=MiB / 4)
+    links = replace(LINKS, **{f"{lane}_write": MiB / 4, f"{lane}_read": MiB / 4})
     plan = POLICIES["g10"](TRACE, 21 * MiB, links)
     assert {group.sites[0]: group.tier for group in plan.groups} == {"a:0": "nvme", "b:0": "dram"}

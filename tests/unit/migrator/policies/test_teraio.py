@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.policies import POLICIES
@@ -25,22 +27,15 @@ def test_teraio_by_hand() -> None:
     assert moves(POLICIES["teraio"](trace, 27 * MiB, LINKS)) == {"c": 8, "a": 10}
 
 
-def test_teraio_goes_to_host_memory_where_the_disk_is_saturated() -> None:
-    """The disk takes 8 s each way; 11 MiB are left, so four of six must go.
+@pytest.mark.parametrize("lane", ["disk", "gds"])
+def test_teraio_goes_to_host_memory_where_the_drive_is_saturated(lane: str) -> None:
+    """The drive takes 8 s each way; 11 MiB are left, so four of six must go.
 
     a, b and c are away longest. They are written from 8, 16 and 24 s on, and read from 52, 44 and 36 s on. d would be
     written from 32 to 40 s, when backward asks for it; alone, it would have been from 20 to 28, and read until 36.
+    Directly a, b and c are written from 4, 12 and 20 s on. d would be from 28 to 36 s, and is read from 32 s on.
     """
-    links = replace(LINKS, disk_write=MiB / 2, disk_read=MiB / 2)
-    plan = POLICIES["teraio"](worked([4] * 6, forward=4.0, backward=8.0), 15 * MiB, links)
-    assert {group.sites[0]: group.tier for group in plan.groups} == {
-        "a:0": "nvme", "b:0": "nvme", "c:0": "nvme", "d:0": "dram",
-    }  # fmt: skip
-
-
-def test_teraio_goes_to_host_memory_where_the_direct_way_is_saturated() -> None:
-    """As above; a, b and c are written from 4, 12 and 20 s on. d would be from 28 to 36 s, and is read from 32 s on."""
-    links = replace(LINKS, gds_write=MiB / 2, gds_read=MiB / 2)
+    links = replace(LINKS, **{f"{lane}_write": MiB / 2, f"{lane}_read": MiB / 2})
     plan = POLICIES["teraio"](worked([4] * 6, forward=4.0, backward=8.0), 15 * MiB, links)
     assert {group.sites[0]: group.tier for group in plan.groups} == {
         "a:0": "nvme", "b:0": "nvme", "c:0": "nvme", "d:0": "dram",

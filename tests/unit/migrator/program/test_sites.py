@@ -20,12 +20,6 @@ def block() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
 
 
-def test_outside_of_all_modules_the_path_is_empty() -> None:
-    modules = Modules[str]()
-    assert modules.outside
-    assert modules.place.here.path == ""
-
-
 def test_a_path_names_the_root_and_the_way_to_the_module() -> None:
     modules, model = Modules[str](), block()
     assert visit(modules, model).path == "Sequential"
@@ -102,7 +96,9 @@ def test_a_module_keeps_no_name_of_one_that_is_gone_and_had_its_id() -> None:
     assert len({visit(modules, other, other[0]).path for other in others}) == 64
 
 
-def test_a_leave_without_an_enter_is_harmless() -> None:
+def test_outside_of_all_modules_the_path_is_empty_and_a_leave_is_harmless() -> None:
     modules = Modules[str]()
-    modules.leave()
-    assert modules.outside
+    for _ in range(2):
+        assert modules.outside
+        assert modules.place.here.path == ""
+        modules.leave()

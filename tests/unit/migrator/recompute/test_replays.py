@@ -39,8 +39,11 @@ class _Recorder:
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["after it", "after the end of its thread's"])
 @pytest.mark.parametrize("where", ["begin", "packs"])
-def test_a_forward_that_is_interrupted_as_its_record_begins_keeps_nobody_from_recording(where: str) -> None:
+def test_a_forward_that_is_interrupted_as_its_record_begins_keeps_nobody_from_recording(
+    where: str, *, again: bool
+) -> None:
     """In a notebook nothing would have been recomputed from then on, in this session and in all after it."""
     recorder = _Recorder()
     replays = Replays(recorder, lambda storage: True)  # type: ignore[arg-type]
@@ -48,18 +51,8 @@ def test_a_forward_that_is_interrupted_as_its_record_begins_keeps_nobody_from_re
     recorder.interrupted = where
     with pytest.raises(KeyboardInterrupt):
         replays.forward_begins(gathering)
-    replays.forward_begins(gathering)
-    assert recorder.is_recording
-    replays.end()
-    assert not recorder.is_recording
-
-
-@pytest.mark.parametrize("where", ["begin", "packs"])
-def test_its_record_is_over_with_the_thread_s(where: str) -> None:
-    recorder = _Recorder()
-    replays = Replays(recorder, lambda storage: True)  # type: ignore[arg-type]
-    recorder.interrupted = where
-    with pytest.raises(KeyboardInterrupt):
-        replays.forward_begins(mock.Mock(spec=Gathering, storages=()))
+    if again:
+        replays.forward_begins(gathering)
+        assert recorder.is_recording
     replays.end()
     assert not recorder.is_recording

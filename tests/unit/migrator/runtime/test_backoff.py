@@ -36,24 +36,15 @@ def test_while_the_bus_is_free_nothing_is_held_back() -> None:
     assert all(state.response == Response() for state in after([FREE] * 50))
 
 
-def test_the_first_saturated_step_halves_the_share() -> None:
-    assert after([BUSY])[-1].share == 0.5
-
-
-def test_a_decrease_has_time_to_show_before_the_next() -> None:
+def test_a_saturated_step_halves_the_share_and_that_has_time_to_show_before_the_next() -> None:
     assert [state.share for state in after([BUSY] * 8)] == [1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]
 
 
-def test_a_part_is_always_left_so_that_copies_tell_when_the_bus_is_free() -> None:
-    last = after([BUSY] * 1000)[-1]
-    assert last.share == FLOOR
-    assert last.response.ahead == LEAST_GROUPS
-
-
 def test_groups_come_back_just_in_time_before_plans_change() -> None:
-    states = after([BUSY] * 7)
+    """A part of the bus is always left, so that copies tell when it is free."""
+    states = after([BUSY] * 1000)
     assert states[1].response == Response(GROUPS, {})
-    assert states[4].share == FLOOR
+    assert states[4].share == states[-1].share == FLOOR
     assert states[4].response == Response(LEAST_GROUPS, {"d2h": 0.8, "h2d": 0.7, "bus": 0.7})
 
 
@@ -71,17 +62,13 @@ def test_plans_are_made_once_unless_much_less_is_left() -> None:
     assert backoff.step(worse).left == {"d2h": 0.75, "h2d": 0.4, "bus": 0.4}
 
 
-def test_the_grades_are_undone_in_the_other_order() -> None:
+def test_the_grades_are_undone_in_the_other_order_and_memory_is_asked_for_in_another_one_twice() -> None:
+    """Each time the allocator's layout fits no more: with a grade for every share five steps flushed, one by one."""
     states = after([FREE] * 30, after([BUSY] * 20)[-1])
     planned = [bool(state.left) for state in states]
     held = [state.response.ahead is not None for state in states]
     assert planned.index(False) < held.index(False)
     assert states[-1].response == Response()
-
-
-def test_a_recovery_changes_the_order_in_which_memory_is_asked_for_twice() -> None:
-    """Each time the allocator's layout fits no more: with a grade for every share five steps flushed, one by one."""
-    states = after([FREE] * 30, after([BUSY] * 20)[-1])
     ahead = [state.response.ahead for state in states]
     assert [of for of, _ in itertools.groupby(ahead)] == [LEAST_GROUPS, GROUPS, None]
 
@@ -137,21 +124,10 @@ def test_it_always_comes_back(before: list[Verdict]) -> None:
 LINKS = Links(d2h=50e9, h2d=40e9, both=80e9, disk_write=3e9, disk_read=2e9, gds_write=2.5e9, gds_read=4e9)
 
 
-def test_links_are_reduced_to_what_is_left() -> None:
+def test_links_are_reduced_to_what_is_left_but_for_drives_past_host_memory() -> None:
     left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5})
     assert (left.d2h, left.h2d, left.both, left.contended) == (25e9, 30e9, 50e9, True)
-
-
-def test_drives_past_host_memory_keep_all_they_have() -> None:
-    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5})
     assert (left.gds_write, left.gds_read) == (2.5e9, 4e9)
+    assert (left.disk_write, left.disk_read) == (1.5e9, 1e9), "drives behind host memory are no way out"
     assert left.alone == LINKS
-
-
-def test_drives_behind_host_memory_are_no_way_out() -> None:
-    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5})
-    assert (left.disk_write, left.disk_read) == (1.5e9, 1e9)
-
-
-def test_where_all_is_left_the_links_are_the_same() -> None:
     assert LINKS.reduced({}) is LINKS

@@ -187,7 +187,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
         yield Training(session, link, advisor.watch)
 
 
-def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fifty() -> None:
+def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fifty_and_plans_follow() -> None:
     with training() as program:
         calm = program.run(20, left=1.0)
         loaded = program.run(30, left=0.7)
@@ -196,13 +196,6 @@ def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fift
     assert next(k for k in loaded if program.ahead[k] < EVERY) - loaded[0] < REACTION
     assert program.ahead[loaded[-1]] == LEAST_GROUPS
     assert program.ahead[over[-1]] == EVERY
-
-
-def test_plans_follow_what_is_left_and_go_back() -> None:
-    with training() as program:
-        calm = program.run(20, left=1.0)
-        loaded = program.run(30, left=0.7)
-        over = program.run(RECOVERY, left=1.0)
     all_of_it = program.moved[calm[-1]]
     assert program.moved[loaded[-1]] == pytest.approx(all_of_it / 2, rel=0.1)
     assert program.moved[over[-1]] == all_of_it

@@ -75,7 +75,7 @@ class Lender:
         self.lent.append(nbytes)
 
 
-def test_threads_of_a_gpu_share_what_is_lent_and_the_last_one_pays_it_back() -> None:
+def test_threads_of_a_gpu_share_what_is_lent_and_the_last_one_or_the_end_pays_it_back() -> None:
     """The second one found nothing free, and so took the first one's back."""
     every: Any = Devices(Counters())
     lender = Lender()
@@ -86,14 +86,9 @@ def test_threads_of_a_gpu_share_what_is_lent_and_the_last_one_pays_it_back() -> 
     every.pay_back(GPU)
     assert lender.lent == [40, 0]
     assert every._to_lend(GPU, 100, backing, True, lender) == 0, "strict"
-
-
-def test_what_is_lent_is_taken_back_at_the_end() -> None:
-    every: Any = Devices(Counters())
-    lender = Lender()
-    every._to_lend(GPU, 100, SimpleNamespace(has_disk=True, dram_capacity=0), False, lender)
+    every._to_lend(GPU, 100, backing, False, to_the_end := Lender())
     every.close()
-    assert lender.lent == [40, 0]
+    assert to_the_end.lent == [40, 0]
 
 
 class Ring:

@@ -7,6 +7,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -240,8 +241,8 @@ def _are_on() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-@pytest.mark.parametrize("run", ["backward", "grad", "in_a_backward"])
-def test_hooks_are_off_while_a_backward_runs(listener: mock.Mock, run: str) -> None:
+@pytest.mark.parametrize("run", ["backward", "grad", "in_a_backward", "raises"])
+def test_hooks_are_off_while_a_backward_runs_and_on_after_it(listener: mock.Mock, run: str) -> None:
     """The engine copies those on the stack for each node, with the interpreter's lock, several times."""
     hooks = listener.saver.return_value = _Hooks()
     hooks.push()
@@ -254,27 +255,16 @@ def test_hooks_are_off_while_a_backward_runs(listener: mock.Mock, run: str) -> N
             with torch.enable_grad():
                 (2 * x).sum().backward()
         on.append(_are_on())
+        if run == "raises":
+            raise KeyboardInterrupt
 
     y.register_hook(hook)
-    if run == "grad":
-        torch.autograd.grad(y, x, create_graph=True)[0].sum().backward()
-    else:
-        y.backward()
+    with pytest.raises(KeyboardInterrupt) if run == "raises" else nullcontext():
+        if run == "grad":
+            torch.autograd.grad(y, x, create_graph=True)[0].sum().backward()
+        else:
+            y.backward()
     assert (on, _are_on()) == ([False], True)
-    assert hooks.take_off()
-
-
-def test_hooks_are_on_after_a_backward_that_raises(listener: mock.Mock) -> None:
-    hooks = listener.saver.return_value = _Hooks()
-    hooks.push()
-    y = torch.ones(2, requires_grad=True).sum()
-
-    def hook(grad: Tensor) -> None:
-        raise KeyboardInterrupt
-
-    y.register_hook(hook)
-    with pytest.raises(KeyboardInterrupt):
-        y.backward()
     assert hooks.take_off()
 
 

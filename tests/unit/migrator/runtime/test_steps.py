@@ -6,39 +6,35 @@ from torch_tiers.migrator.runtime.steps import StepTimes
 NONE = {"median": None, "steps": 0}
 
 
+def timed(*took: float) -> StepTimes:
+    """Of steps that took so many seconds."""
+    times, now = StepTimes(), 0.0
+    times.step(now)
+    for seconds in took:
+        now += seconds
+        times.step(now)
+    return times
+
+
 def test_one_step_has_no_duration() -> None:
-    times = StepTimes()
-    times.step(5.0)
+    times = timed()
     assert times.count == 1
     assert times.summary() == {"median": None, "min": None, "max": None, "settled": NONE}
 
 
 def test_durations_lie_between_the_ends_of_steps() -> None:
-    times = StepTimes()
-    for now in (0.0, 1.0, 4.0, 6.0):
-        times.step(now)
+    times = timed(1.0, 3.0, 2.0)
     assert times.count == 4
     assert times.summary() == {"median": 2.0, "min": 1.0, "max": 3.0, "settled": NONE}
 
 
 def test_how_a_program_is_now_is_the_median_of_its_last_few_steps() -> None:
-    times = StepTimes()
-    assert times.lately() is None
-    now = 0.0
-    for took in [9.0] * 50 + [2.0] * (steps.LATELY // 2 + 1):
-        times.step(now)
-        now += took
-    times.step(now)
-    assert times.lately() == 2.0
+    assert StepTimes().lately() is None
+    assert timed(*[9.0] * 50, *[2.0] * (steps.LATELY // 2 + 1)).lately() == 2.0
 
 
 def test_the_median_is_of_recent_steps_and_the_extremes_of_all() -> None:
-    times = StepTimes()
-    now = 0.0
-    for took in (100.0, 0.5, *[1.0] * (steps.REMEMBERED + 1)):
-        times.step(now)
-        now += took
-    times.step(now)
+    times = timed(100.0, 0.5, *[1.0] * (steps.REMEMBERED + 1))
     assert times.summary() == {"median": 1.0, "min": 0.5, "max": 100.0, "settled": NONE}
     assert times.count == steps.REMEMBERED + 4
 

@@ -47,17 +47,14 @@ def test_a_planned_group_leaves_when_its_last_site_arrives(rig: Rig) -> None:
     assert first.saved.group.state is State.LEAVING
 
 
-def test_a_group_that_lacks_a_site_leaves_when_a_later_one_is_complete(rig: Rig) -> None:
-    (one, _), (other,) = rig.planned(group("a:0", "a:1", last_birth=1), group("b:0", last_birth=2))
+@pytest.mark.parametrize(("last_birth", "state"), [(1, State.LEAVING), (3, State.FILLING)])
+def test_a_group_that_lacks_a_site_leaves_when_a_later_one_is_complete_and_not_while_it_may_still_be_completed(
+    rig: Rig, last_birth: int, state: State
+) -> None:
+    (one, _), (other,) = rig.planned(group("a:0", "a:1", last_birth=last_birth), group("b:0", last_birth=2))
     early, late = rig.save("a:0", one), rig.save("b:0", other)
-    assert early.saved.group.state is State.LEAVING
+    assert early.saved.group.state is state
     assert late.saved.group is not early.saved.group
-
-
-def test_a_group_that_may_still_be_completed_does_not_leave_early(rig: Rig) -> None:
-    (one, _), (other,) = rig.planned(group("a:0", "a:1", last_birth=3), group("b:0", last_birth=2))
-    early, _ = rig.save("a:0", one), rig.save("b:0", other)
-    assert early.saved.group.state is State.FILLING
 
 
 def test_a_group_waits_for_the_operation_that_may_yet_write_to_what_it_saved(
@@ -105,10 +102,17 @@ def test_parts_wait_for_each_other_and_not_for_what_comes_after(rig: Rig, stream
         assert rig.engine.resident <= 4 * MiB
 
 
+def apart() -> tuple[torch.Tensor, ...]:
+    return torch.zeros(NBYTES, dtype=torch.uint8), torch.zeros(NBYTES, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("planned", [False, True])
-def test_parts_that_two_streams_wrote_leave_apart(rig: Rig, planned: bool) -> None:
+@pytest.mark.parametrize("make", [parts, apart])
+def test_what_two_streams_wrote_leaves_apart(
+    rig: Rig, make: Callable[[], tuple[torch.Tensor, ...]], planned: bool
+) -> None:
     """The copy waits for one stream: what the other has not written yet would be lost, and no counter tells."""
-    q, k = parts()
+    q, k = make()
     go: list[Go | None] = [*rig.planned(group("a:0", "a:1"), limit=0)[0]] if planned else [None, None]
     rig.mover.filling.room = 0
     rig.compute.current = 1
@@ -140,15 +144,6 @@ def test_what_leaves_under_pressure_leaves_in_pieces_worth_a_page(rig: Rig) -> N
     assert rig.arena.used <= 2 * len(moved) * NBYTES
 
 
-def test_tensors_of_two_streams_travel_apart(rig: Rig) -> None:
-    ((one, other),) = rig.planned(group("a:0", "a:1"))
-    first = rig.save("a:0", one)
-    rig.compute.current = 2
-    second = rig.save("a:1", other)
-    assert first.saved.group is not second.saved.group
-    assert [moved.saved.group.stream for moved in (first, second)] == [1, 2]
-
-
 def test_groups_that_are_complete_at_one_position_do_not_end_one_another() -> None:
     """All of them come there; the second opened its group anew, which was never full, in every iteration."""
     rig = Rig(dram=8 * MiB)
@@ -169,10 +164,8 @@ def test_what_a_full_tier_has_no_room_for_stays_in_hbm_also_where_the_plan_count
     moved = [rig.save(f"a:{k}", go) for k, (go,) in enumerate(plans)]
     assert [each.saved.group.state for each in moved] == [State.LEAVING] + 3 * [State.FILLING]
     assert rig.mover.filling.refused and rig.mover.filling.unforeseen == (0, 0)
-    assert [record.getMessage() for record in caplog.records] == [
-        "tier dram is full: 64.0 KiB requested, 2.0 MiB of 2.0 MiB in use; raise TIERS_DRAM; "
-        "tensors that it has no room for stay in hbm, beyond the budget if need be"
-    ]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("tier dram is full")
     assert all(rig.restore(each).numel() == NBYTES for each in moved)
     rig.close()
 
@@ -310,20 +303,14 @@ def test_a_tensor_comes_back_as_it_was(rig: Rig, layout: str) -> None:
     assert offset(given) % SLOT == offset(x) % SLOT  # kernels choose their code by alignment
 
 
-def test_what_comes_back_shares_the_programs_version(rig: Rig) -> None:
-    ((go,),) = rig.planned(group("a:0"), limit=0)
-    x = torch.zeros(NBYTES, dtype=torch.uint8)
-    given = rig.restore(rig.save("a:0", go, x))
-    x.add_(1)
-    assert given._version == x._version == 1
-
-
-def test_what_is_asked_for_twice_comes_back_twice(rig: Rig) -> None:
+def test_what_comes_back_however_often_shares_the_programs_version(rig: Rig) -> None:
     ((go,),) = rig.planned(group("a:0"), limit=0)
     x = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     packed = rig.save("a:0", go, x)
-    for _ in range(3):
-        assert torch.equal(rig.restore(packed), x)
+    given = [rig.restore(packed) for _ in range(3)]
+    assert all(torch.equal(each, x) for each in given)
+    x.add_(1)
+    assert {each._version for each in given} == {x._version} == {1}
 
 
 # ----------------------------------------------------------------------------------------------- iterations

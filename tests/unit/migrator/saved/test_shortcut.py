@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,18 +43,11 @@ class _Engine:
     def __init__(self) -> None:
         self.compute = _Compute()
         self.told: list[object] = []
+        for name in ("born", "entered", "reached", "left"):
+            setattr(self, name, partial(self._note, name))
 
-    def born(self, pace: Pace) -> None:
-        self.told.append(("born", pace))
-
-    def entered(self, nbytes: int) -> None:
-        self.told.append(("entered", nbytes))
-
-    def reached(self, pace: Pace) -> None:
-        self.told.append(("reached", pace))
-
-    def left(self, nbytes: int) -> None:
-        self.told.append(("left", nbytes))
+    def _note(self, name: str, what: Pace | int) -> None:
+        self.told.append((name, what))
 
 
 class _Mover:

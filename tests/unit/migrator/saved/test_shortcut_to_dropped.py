@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.scenarios import moving
+from tests.unit.by_hand import raising
 from tests.unit.natively import without_shortcut
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.recompute.replays import Replay
@@ -98,14 +99,11 @@ def test_what_was_changed_in_place_is_an_error_as_ever() -> None:
 
 
 def test_what_fails_when_it_is_made_again_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Replay, values: object) -> Tensor:
-        raise RuntimeError("no such kernel")
-
     layer = nn.Linear(64, 64)
     with moving(recompute=True, share=0):
         for _ in range(5):
             layer(torch.ones(64, 64)).exp().sin().sum().backward()
-        monkeypatch.setattr(Replay, "run", fails)
+        monkeypatch.setattr(Replay, "run", raising(RuntimeError, "no such kernel"))
         with pytest.raises(RuntimeError, match="no such kernel"):
             layer(torch.ones(64, 64)).exp().sin().sum().backward()
 

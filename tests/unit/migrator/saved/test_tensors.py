@@ -129,30 +129,25 @@ def test_it_keeps_no_memory_alive(tensors: HookTensors) -> None:
     assert known.freed()
 
 
-def test_a_small_part_needs_only_its_own_bytes(tensors: HookTensors) -> None:
-    x = torch.zeros(100_000, dtype=torch.uint8)
-    known = tensors.Storages().find(x[2000:3000])
-    assert (known.low, known.high) == (2000 - 2000 % SLOT, 3000)
+@pytest.mark.parametrize(
+    ("tensor", "span"),
+    [
+        (torch.zeros(100_000, dtype=torch.uint8)[2000:3000], (2000 - 2000 % SLOT, 3000)),
+        (torch.zeros(1000, dtype=torch.uint8)[500:], (0, 1000)),
+        (torch.zeros(1).expand(1000), (0, 4)),
+    ],
+    ids=["its own bytes if it is a small part", "all if it is half", "no more than all if it is expanded"],
+)
+def test_a_tensor_needs_of_its_storage(tensors: HookTensors, tensor: Tensor, span: tuple[int, int]) -> None:
+    known = tensors.Storages().find(tensor)
+    assert (known.low, known.high) == span
 
 
-def test_half_a_storage_needs_all_of_it(tensors: HookTensors) -> None:
-    known = tensors.Storages().find(torch.zeros(1000, dtype=torch.uint8)[500:])
-    assert (known.low, known.high) == (0, 1000)
-
-
-def test_a_part_of_what_is_known_is_known(tensors: HookTensors) -> None:
+def test_a_part_of_what_is_known_is_known_and_the_whole_is_more(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(100_000, dtype=torch.uint8)
-    assert storages.find(x[2000:3000]) is storages.find(x[2048:2500])
-
-
-def test_the_whole_is_more_than_a_known_part(tensors: HookTensors) -> None:
-    storages, x = tensors.Storages(), torch.zeros(100_000, dtype=torch.uint8)
-    assert storages.find(x[2000:3000]) is not storages.find(x)
-
-
-def test_an_expanded_scalar_needs_its_storage_only(tensors: HookTensors) -> None:
-    known = tensors.Storages().find(torch.zeros(1).expand(1000))
-    assert (known.low, known.high) == (0, 4)
+    known = storages.find(x[2000:3000])
+    assert storages.find(x[2048:2500]) is known
+    assert storages.find(x) is not known
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

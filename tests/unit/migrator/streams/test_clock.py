@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.unit.migrator.streams.marks import Mark
 from torch_tiers.allocator.native.copy.lane import Library
 from torch_tiers.migrator.streams import Memory
 from torch_tiers.migrator.streams.clock import DeviceClock
@@ -78,20 +79,6 @@ def test_clocks_that_drift_apart_are_tied_together_again_and_again(gains: float,
 # ------------------------------------------------------------------------- what a GPU's compute stream tells
 
 
-class Event:
-    """Passed so many seconds from now on."""
-
-    def __init__(self, late: float = 0.0) -> None:
-        self.passed = time.perf_counter() + late
-
-    def query(self) -> bool:
-        return time.perf_counter() >= self.passed
-
-    def elapsed_time(self, end: Any) -> float:
-        assert self.query() and end.query(), "the driver would refuse this"
-        return 1e3 * (end.passed - self.passed)
-
-
 class Peaks:
     """Of an allocator whose use the test tells."""
 
@@ -125,15 +112,15 @@ def compute(monkeypatch: pytest.MonkeyPatch, peaks: Peaks) -> CudaCompute:
     """That of a GPU, which passes every event at once, and waits 10 ms for every lane."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (0, 0, 0), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(CudaCompute, "mark", lambda self, stream: Event())
-    monkeypatch.setattr(CudaCompute, "follow", lambda self, stream, event: (Event(), Event(late=0.01)))
+    monkeypatch.setattr(CudaCompute, "mark", lambda self, stream: Mark())
+    monkeypatch.setattr(CudaCompute, "follow", lambda self, stream, event: (Mark(), Mark(late=0.01)))
     monkeypatch.setattr(CudaCompute, "hold", lambda self, stream, event: None)
     return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), cast("Library", None), Memory(peaks))
 
 
 def iteration(compute: CudaCompute, *causes: str) -> None:
     for cause in causes:
-        compute.wait(Event(), cause, compute.stream())
+        compute.wait(Mark(), cause, compute.stream())
     time.sleep(0.011)
     compute._counters.iterations += 1
     compute.settle()

@@ -56,16 +56,10 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     return Program(clock)
 
 
-def test_what_hooks_take_is_not_the_program_s(program: Program) -> None:
+def test_what_hooks_take_is_not_the_program_s_whose_host_is_ahead_and_waits_for_nothing(program: Program) -> None:
     program.goes_on(1.0, device=5.0, ours=3.0)
     program.goes_on(2.0, device=9.0)
     assert program.clocks() == ((1.0, 2.0), frozenset())
-
-
-def test_a_host_that_is_ahead_waits_for_nothing(program: Program) -> None:
-    program.goes_on(1.0, device=10.0)
-    program.goes_on(1.0, device=11.0)
-    assert program.clocks()[1] == frozenset()
 
 
 def test_a_host_that_finds_a_device_idle_which_was_behind_has_waited_for_it(program: Program) -> None:
@@ -82,30 +76,22 @@ def test_a_host_that_is_slower_than_the_device_all_along_has_not_waited(program:
     assert program.clocks() == ((1.0,) * 4, frozenset())
 
 
-def test_what_pages_take_to_map_is_not_the_program_s(program: Program) -> None:
-    program.goes_on(1.0, device=1.0)
-    program.is_kept_for_memory(4.0)
-    program.goes_on(2.0, device=7.0)
-    assert program.clocks() == ((1.0, 2.0), frozenset())
-
-
-def test_a_host_that_is_kept_until_the_device_is_idle_has_not_waited_for_it(program: Program) -> None:
+@pytest.mark.parametrize(("passes", "kept", "own"), [(1.0, 4.0, 2.0), (6.0, 5.0, 1.0)], ids=["idle", "idle by then"])
+def test_what_pages_take_to_map_is_not_the_program_s_nor_a_wait_for_the_device(
+    program: Program, passes: float, kept: float, own: float
+) -> None:
     """As to unmap pages is to wait for whoever reads them."""
-    program.goes_on(1.0, device=6.0)
-    program.is_kept_for_memory(5.0)
-    program.goes_on(1.0, device=7.0)
-    assert program.clocks() == ((1.0, 1.0), frozenset())
+    program.goes_on(1.0, device=passes)
+    program.is_kept_for_memory(kept)
+    program.goes_on(own, device=7.0)
+    assert program.clocks() == ((1.0, own), frozenset())
 
 
-def test_a_device_that_waits_until_pages_are_mapped_is_not_busy(program: Program) -> None:
-    program.goes_on(1.0, device=1.0)
+@pytest.mark.parametrize(("passes", "takes", "busy"), [(1.0, 7.0, 3.0), (6.0, 2.0, 2.0)])
+def test_a_device_that_waits_until_pages_are_mapped_is_not_busy_unless_it_has_enough_to_do(
+    program: Program, passes: float, takes: float, busy: float
+) -> None:
+    program.goes_on(1.0, device=passes)
     program.is_kept_for_memory(4.0)
-    program.goes_on(1.0, device=8.0, busy=7.0)
-    assert program.busy() == (1.0, 3.0)
-
-
-def test_a_device_that_has_enough_to_do_meanwhile_is_busy(program: Program) -> None:
-    program.goes_on(1.0, device=6.0)
-    program.is_kept_for_memory(4.0)
-    program.goes_on(1.0, device=8.0, busy=2.0)
-    assert program.busy() == (1.0, 2.0)
+    program.goes_on(1.0, device=8.0, busy=takes)
+    assert program.busy() == (1.0, busy)

@@ -1,39 +1,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.unit.migrator.streams.marks import Mark
 from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
 from torch_tiers.migrator.streams.hold import LONGEST
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.streams.meter import CudaMeter, without
 from torch_tiers.migrator.telemetry.counters import Counters
 
-
-def test_a_clock_stands_still_in_gaps() -> None:
-    assert without([(1, 2), (5, 6)], [0, 1, 1.5, 3, 7]) == [0, 1, 1, 2, 5]
-
-
-def test_gaps_that_overlap_count_once() -> None:
-    assert without([(2, 4), (1, 3), (2.5, 2.75)], [1, 5]) == [1, 2]
-
-
-def test_a_wait_that_was_none_changes_nothing() -> None:
-    assert without([(3, 2)], [1, 5]) == [1, 5]
-
-
 gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
 
 
 @given(gaps=gaps, times=st.lists(st.integers(0, 60), max_size=20))
+@example(gaps=[(10, 20), (50, 60)], times=[0, 10, 15, 30, 70])  # a clock stands still in gaps
+@example(gaps=[(20, 40), (10, 30), (25, 27)], times=[10, 50])  # those that overlap count once
+@example(gaps=[(30, 20)], times=[10, 50])  # a wait that was none changes nothing
 def test_time_left_out_is_that_covered_by_gaps(gaps: list[tuple[float, float]], times: list[float]) -> None:
     covered = {second for start, end in gaps for second in range(int(start), int(end))}
     assert without(gaps, times) == [at - sum(second < at for second in covered) for at in times]
@@ -109,56 +100,53 @@ class FakeCompute:
         return False
 
 
-def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
+After = Callable[[int], CudaMeter]
+
+
+@pytest.fixture
+def after() -> After:
+    """The meter of an iteration, once memory has come to so many bytes since the last look."""
     meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 100
-    meter.tick(30)
-    compute.highest = 500  # the hook releases one group, and brings another
-    meter.resume()
-    compute.highest = 80
-    assert meter.finish(0, [0, 0]).others == (70, 80)
+
+    def after(highest: int) -> CudaMeter:
+        compute.highest = highest
+        return meter
+
+    return after
 
 
-def test_what_is_released_in_a_stretch_is_nobody_else_s_until_then() -> None:
+def test_what_our_own_work_does_to_memory_is_no_stretch_s(after: After) -> None:
+    after(100).tick(30)
+    after(500).resume()  # the hook releases one group, and brings another
+    assert after(80).finish(0, [0, 0]).others == (70, 80)
+
+
+def test_what_is_released_in_a_stretch_is_nobody_else_s_until_then(after: After) -> None:
     """As a group leaves at a save: memory that the peak of the stretch begins with, and nobody could use before."""
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 100
-    meter.tick(60)
-    compute.highest = 100
-    meter.part(60)
-    compute.highest = 70
-    assert meter.finish(20, [0, 0]).others == (40, 50)
+    after(100).tick(60)
+    after(100).part(60)
+    assert after(70).finish(20, [0, 0]).others == (40, 50)
 
 
-def test_what_left_in_a_stretch_and_is_held_by_the_program_counts_off_once() -> None:
+def test_what_left_in_a_stretch_and_is_held_by_the_program_counts_off_once(after: After) -> None:
     """Before it left it was resident there: taken off again, a plan let in as much too much."""
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 30
-    meter.tick(10)
-    compute.highest = 30
-    meter.part(10)
-    compute.highest = 30  # the eight bytes that left are still there
-    meter.tick(2)
-    assert meter.finish(2, [0, 8, 8]).others == (20, 20, 0)
+    after(30).tick(10)
+    after(30).part(10)
+    after(30).tick(2)  # the eight bytes that left are still there
+    assert after(0).finish(2, [0, 8, 8]).others == (20, 20, 0)
 
 
-def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it() -> None:
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    meter.tick(0)
-    compute.highest = 300
-    meter.part(0)
-    meter.resume()
-    compute.highest = 10
-    assert meter.finish(0, [0, 0]).others == (0, 10)
+def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it(after: After) -> None:
+    after(0).tick(0)
+    after(300).part(0)
+    after(0).resume()
+    assert after(10).finish(0, [0, 0]).others == (0, 10)
 
 
-def test_what_the_stretch_took_before_something_was_released_counts_too() -> None:
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 300
-    meter.part(60)
-    compute.highest = 70
-    meter.tick(20)
-    assert meter.finish(0, [0, 0]).others == (240, 0)
+def test_what_the_stretch_took_before_something_was_released_counts_too(after: After) -> None:
+    after(300).part(60)
+    after(70).tick(20)
+    assert after(0).finish(0, [0, 0]).others == (240, 0)
 
 
 @pytest.mark.parametrize("brought", [True, False])
@@ -178,12 +166,9 @@ def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
     assert compute.stream_has == ["mark", "mark", "untracked", "work", "no more", "mark"]
 
 
-def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
-    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
-    compute.highest = 100
-    meter.tick(0)
-    compute.highest = 100
-    assert meter.finish(0, [0, 60]).others == (100, 40)
+def test_what_the_program_holds_of_its_saved_tensors_is_theirs(after: After) -> None:
+    after(100).tick(0)
+    assert after(100).finish(0, [0, 60]).others == (100, 40)
 
 
 def test_the_device_is_held_back_before_the_iteration_begins() -> None:
@@ -215,21 +200,8 @@ def test_a_device_that_is_not_to_be_held_back_is_not_however_near_it_comes() -> 
 class IdleDevice(FakeCompute):
     """A device that has nothing to do whenever the host is late: it passes events as they are marked."""
 
-    class At:
-        def __init__(self, at: float) -> None:
-            self._at = at
-
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, other: IdleDevice.At) -> float:
-            return (other._at - self._at) * 1e3
-
-    def mark(self, stream: object) -> At:  # type: ignore[override]
-        return self.At(time.perf_counter())
+    def mark(self, stream: object) -> Mark:  # type: ignore[override]
+        return Mark()
 
 
 def test_a_device_that_waits_for_our_own_work_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
+from tests.unit.migrator.streams.marks import Mark
 from torch_tiers.migrator.streams.cuda import CudaCompute
 from torch_tiers.migrator.streams.iteration_timer import IterationTimer
 from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 
 LATE = 0.05  # seconds
-
-
-class Mark:
-    """An event that is passed when it is made."""
-
-    def __init__(self) -> None:
-        self.at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Mark) -> float:
-        return 1e3 * (end.at - self.at)
 
 
 @pytest.fixture

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.unit.migrator.tape.records import in_another_thread
 from torch_tiers.migrator.tape.closure import Closure, Differs, Refused, Stops
 from torch_tiers.migrator.tape.recorder import Recorder
 
 
 @pytest.fixture
-def taped(recorder: Recorder) -> Iterator[Recorder]:
+def taped(recorder: Recorder) -> Recorder:
     recorder.begin(states=True)
-    yield recorder
-    recorder.end()
+    return recorder
+
+
+@pytest.fixture
+def x() -> Tensor:
+    """What was there before anything was recorded."""
+    return torch.randn(4)
+
+
+@pytest.fixture
+def sine(recorder: Recorder, x: Tensor) -> Closure:
+    """The closure of its sine, in a record that goes on."""
+    recorder.begin()
+    return closure_of(recorder, x.sin())
 
 
 def closure_of(recorder: Recorder, *targets: Tensor, stops: Stops | None = None) -> Closure:
@@ -45,12 +57,6 @@ def made_again(recorder: Recorder, *targets: Tensor) -> list[Tensor]:
     for one, other in zip(made, targets, strict=True):
         assert other.numel() == 0 or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
     return made
-
-
-def in_another_thread(function: Callable[[], object]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
 
 
 # ------------------------------------------------------------------------------------- what is in it
@@ -139,7 +145,6 @@ def test_promises_of_another_record_are_refused(recorder: Recorder) -> None:
     x = torch.ones(2)
     assert "another record" in refusal_of(recorder, x, stops=stops)
     assert stops.add(x) is None
-    recorder.end()
 
 
 def test_tape_that_is_over_has_the_same_closures(recorder: Recorder) -> None:
@@ -258,13 +263,12 @@ def test_running_statistics_that_are_read_are_leaves(recorder: Recorder) -> None
     assert len(closure.leaves) == 3 and torch.equal(closure.run()[0], y)
 
 
-def test_leaf_that_is_written_later_is_none(recorder: Recorder) -> None:
-    x = torch.randn(4)
+@pytest.mark.parametrize("who", [lambda write: write(), in_another_thread], ids=["this thread", "another"])
+def test_leaf_that_is_written_later_is_none(recorder: Recorder, x: Tensor, who: Callable[..., None]) -> None:
     recorder.begin()
     y = x.sin()
-    x.add_(1)
+    who(lambda: x.add_(1))
     assert "written since" in refusal_of(recorder, y)
-    recorder.end()
 
 
 def test_what_a_storage_has_now_will_do_where_what_it_had_is_lost(recorder: Recorder) -> None:
@@ -278,7 +282,6 @@ def test_what_a_storage_has_now_will_do_where_what_it_had_is_lost(recorder: Reco
     assert "written since" in refusal_of(recorder, x)
     del x, closure
     assert "is gone" in refusal_of(recorder, y.add_(1))
-    recorder.end()
 
 
 def test_vectors_that_an_iteration_refined_are_leaves(recorder: Recorder) -> None:
@@ -311,16 +314,6 @@ def test_leaf_that_is_gone_is_none(recorder: Recorder) -> None:
     y = x.sin()
     del x
     assert "is gone" in refusal_of(recorder, y)
-    recorder.end()
-
-
-def test_leaf_that_another_thread_wrote_is_none(recorder: Recorder) -> None:
-    x = torch.randn(4)
-    recorder.begin()
-    y = x.sin()
-    in_another_thread(lambda: x.add_(1))
-    assert "written since" in refusal_of(recorder, y)
-    recorder.end()
 
 
 # ------------------------------------------------------------------------------------- operators of all kinds
@@ -387,14 +380,6 @@ def test_bits_of_what_is_no_number_are_kept(taped: Recorder) -> None:
     made_again(taped, y, z)
 
 
-def test_rows_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -> None:
-    x = torch.empty(3, 4)
-    for row in range(3):
-        x[row] = torch.full((4,), row)
-    assert short(closure_of(taped, x)).count("empty") == 1
-    made_again(taped, x)
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(
     ("make", "reason"),
@@ -418,8 +403,11 @@ def test_what_cannot_be_made_again_is_refused(taped: Recorder, make: Callable[[T
     assert reason in refusal_of(taped, target)
 
 
-def test_columns_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -> None:
-    x, y = torch.empty(3, 4), torch.empty(2, 3, 8)
+def test_rows_and_columns_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -> None:
+    rows, x, y = torch.empty(3, 4), torch.empty(3, 4), torch.empty(2, 3, 8)
+    for row in range(3):
+        rows[row] = torch.full((4,), row)
+    assert short(closure_of(taped, rows)).count("empty") == 1
     for column in range(4):
         if column == 3:
             assert "never written" in refusal_of(taped, x)
@@ -429,7 +417,7 @@ def test_columns_that_were_filled_one_by_one_are_filled_again(taped: Recorder) -
     y = y.sin()
     z = torch.empty_like(y)
     z[..., :4], z[..., 4:] = y[..., 4:], y[..., :4]
-    made_again(taped, x, y, z.exp())
+    made_again(taped, rows, x, y, z.exp())
 
 
 def test_part_that_was_written_is_made_again_and_the_rest_refused(taped: Recorder) -> None:
@@ -461,7 +449,6 @@ def test_input_is_no_target(recorder: Recorder) -> None:
     x = torch.ones(3)
     recorder.begin()
     assert "no operator of this tape" in refusal_of(recorder, x.t())
-    recorder.end()
 
 
 def test_target_that_is_promised_is_refused(taped: Recorder) -> None:
@@ -491,22 +478,13 @@ def test_random_numbers_are_drawn_again_and_none_of_the_program_s(taped: Recorde
     given = torch.Generator().manual_seed(3)
     z = torch.randn(4, generator=given)
     w = torch.empty(3).uniform_(generator=given)
-    noise = F.rrelu(torch.randn(6), training=True)
+    noise, permuted = F.rrelu(torch.randn(6), training=True), torch.randperm(7)
     before, given_before = torch.get_rng_state(), given.get_state()
     closure = closure_of(taped, y)
     assert closure.random
-    made_again(taped, x, y, z, w, noise, torch.randperm(7))
+    made_again(taped, x, y, z, w, noise, permuted)
     made_again(taped, w)
-    assert torch.equal(given.get_state(), given_before)
-    torch.randperm(7)
-    torch.set_rng_state(before)
-
-
-def test_generator_is_as_it_was(taped: Recorder) -> None:
-    x = torch.native_dropout(torch.ones(100), 0.5, True)[0]
-    closure = closure_of(taped, x)
-    before = torch.get_rng_state()
-    assert torch.equal(closure.run()[0], x) and torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(given.get_state(), given_before) and torch.equal(torch.get_rng_state(), before)
 
 
 def test_random_numbers_whose_state_is_not_noted_are_refused(recorder: Recorder) -> None:
@@ -515,7 +493,6 @@ def test_random_numbers_whose_state_is_not_noted_are_refused(recorder: Recorder)
     assert "state" in refusal_of(recorder, x)
     y = torch.ones(1, 1, 4, 4)
     assert short(closure_of(recorder, F.scaled_dot_product_attention(y, y, y)))[-1].startswith("_scaled")
-    recorder.end()
 
 
 # ------------------------------------------------------------------------------------- when it runs
@@ -573,36 +550,27 @@ def test_leaf_may_lie_elsewhere(recorder: Recorder) -> None:
             closure.run([room[odd : odd + 48]])
 
 
-def test_leaf_that_is_written_makes_it_stale(recorder: Recorder) -> None:
-    x = torch.randn(4)
-    recorder.begin()
-    closure = closure_of(recorder, x.sin())
-    assert not closure.is_stale
+def test_leaf_that_is_written_makes_it_stale(recorder: Recorder, x: Tensor, sine: Closure) -> None:
+    assert not sine.is_stale
     recorder.end()
     x.add_(1)
-    assert closure.is_stale
+    assert sine.is_stale
     with pytest.raises(Differs, match="written since"):
-        closure.run()
+        sine.run()
 
 
-def test_leaf_that_is_resized_makes_it_differ(recorder: Recorder) -> None:
-    x = torch.randn(4)
-    recorder.begin()
-    closure = closure_of(recorder, x.sin())
+def test_leaf_that_is_resized_makes_it_differ(recorder: Recorder, x: Tensor, sine: Closure) -> None:
     recorder.end()
     x.untyped_storage().resize_(0)
     with pytest.raises(Differs, match="another size"):
-        closure.run()
+        sine.run()
 
 
-def test_leaf_whose_write_is_told_of_makes_it_stale(recorder: Recorder) -> None:
-    x = torch.randn(4)
-    recorder.begin()
-    closure = closure_of(recorder, x.sin())
+def test_leaf_whose_write_is_told_of_makes_it_stale(recorder: Recorder, x: Tensor, sine: Closure) -> None:
     x.numpy().fill(1)
     recorder.unseen(x)
     recorder.end()
-    assert closure.is_stale
+    assert sine.is_stale
 
 
 def test_settings_have_to_be_the_same(taped: Recorder) -> None:
@@ -668,17 +636,12 @@ def test_what_is_made_may_be_changed(taped: Recorder) -> None:
 # ------------------------------------------------------------------------------------- watching
 
 
-def test_holder_is_told_before_a_leaf_is_written(recorder: Recorder) -> None:
-    x = torch.randn(4)
-    recorder.begin()
-    y = x.sin()
-    closure = closure_of(recorder, y)
-    made: list[Tensor] = []
-    closure.watch(lambda leaf: made.extend(closure.run()))
+def test_holder_is_told_before_a_leaf_is_written(x: Tensor, sine: Closure) -> None:
+    y, made = x.sin(), list[Tensor]()
+    sine.watch(lambda leaf: made.extend(sine.run()))
     x.add_(1)
     x.mul_(2)
-    recorder.end()
-    assert len(made) == 1 and torch.equal(made[0], y) and closure.is_stale
+    assert len(made) == 1 and torch.equal(made[0], y) and sine.is_stale
 
 
 @pytest.mark.parametrize(
@@ -691,8 +654,7 @@ def test_holder_is_told_before_a_leaf_is_written(recorder: Recorder) -> None:
         lambda x: (torch.ones(4, requires_grad=True) * 2).sum().register_hook(lambda _: x.add_(1)),
     ],
 )
-def test_write_of_any_kind_is_told_of(recorder: Recorder, write: Callable[[Tensor], object]) -> None:
-    x = torch.randn(4)
+def test_write_of_any_kind_is_told_of(recorder: Recorder, x: Tensor, write: Callable[[Tensor], object]) -> None:
     recorder.begin()
     closure = closure_of(recorder, x.sin(), x.cos())
     told: list[tuple[int, Tensor]] = []
@@ -704,32 +666,24 @@ def test_write_of_any_kind_is_told_of(recorder: Recorder, write: Callable[[Tenso
         z = y * 2
         z.register_hook(lambda _: x.add_(1))
         z.sum().backward()
-    recorder.end()
     assert [leaf for leaf, _ in told] == [0] and torch.equal(told[0][1], before)
 
 
-def test_holder_that_is_gone_is_not_told(recorder: Recorder) -> None:
-    x = torch.randn(4)
-    recorder.begin()
-    closure = closure_of(recorder, x.sin())
+def test_holder_that_is_gone_is_not_told(recorder: Recorder, x: Tensor, sine: Closure) -> None:
     told: list[int] = []
-    closure.watch(told.append)
-    closure.watch(None)
+    sine.watch(told.append)
+    sine.watch(None)
     x.add_(1)
     other = closure_of(recorder, x.sin())
     other.watch(told.append)
-    del other, closure
+    del other
     x.add_(1)
-    recorder.end()
     assert told == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_holder_that_raises_does_not_keep_the_program_from_writing(recorder: Recorder) -> None:
-    x = torch.zeros(4)
-    recorder.begin()
-    closure = closure_of(recorder, x.sin())
-    closure.watch(lambda leaf: 1 / 0)
+def test_holder_that_raises_does_not_keep_the_program_from_writing(x: Tensor, sine: Closure) -> None:
+    expected = x + 1
+    sine.watch(lambda leaf: 1 / 0)
     x.add_(1)
-    recorder.end()
-    assert torch.equal(x, torch.ones(4)) and closure.is_stale
+    assert torch.equal(x, expected) and sine.is_stale

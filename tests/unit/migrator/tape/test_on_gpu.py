@@ -6,20 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.migrator.tape.records import end, names
 from torch_tiers.migrator.tape.recorder import Recorder
-from torch_tiers.migrator.tape.tape import Tape
 
 pytestmark = pytest.mark.gpu
-
-
-def end(recorder: Recorder) -> Tape:
-    tape = recorder.end()
-    assert tape is not None and tape.broken is None
-    return tape
-
-
-def names(tape: Tape) -> list[str]:
-    return [each.name.removeprefix("aten::") for each in tape.operators]
 
 
 def test_what_is_captured_into_a_graph_is_not_recorded(recorder: Recorder) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.migrator.tape.records import in_another_thread
 from torch_tiers.migrator.tape.closure import Closure, Differs, Refused, Stops
 from torch_tiers.migrator.tape.recorder import Recorder
 
@@ -37,24 +37,18 @@ def view(rng: random.Random, pool: Pool) -> object:
     x = pick(rng, pool)
     if x.dim() == 0:
         return x.expand(3, 2)
-    which = rng.randrange(9)
-    if which == 0:
-        return x.transpose(0, -1)
-    if which == 1:
-        return x[1:]
-    if which == 2:
-        return x[..., ::2]
-    if which == 3:
-        return x.reshape(-1)
-    if which == 4:
-        return x.unsqueeze(0)
-    if which == 5:
-        return x.select(0, 0) if x.shape[0] else x
-    if which == 6:
-        return list(x.split(2))
-    if which == 7:
-        return x.view(torch.int32) if x.dtype == torch.float32 else x.detach()
-    return x.unfold(0, 2, 1) if x.shape[0] >= 2 else x.diagonal(0, 0, -1)
+    ways: list[Callable[[], object]] = [
+        lambda: x.transpose(0, -1),
+        lambda: x[1:],
+        lambda: x[..., ::2],
+        lambda: x.reshape(-1),
+        lambda: x.unsqueeze(0),
+        lambda: x.select(0, 0) if x.shape[0] else x,
+        lambda: list(x.split(2)),
+        lambda: x.view(torch.int32) if x.dtype == torch.float32 else x.detach(),
+        lambda: x.unfold(0, 2, 1) if x.shape[0] >= 2 else x.diagonal(0, 0, -1),
+    ]
+    return rng.choice(ways)()
 
 
 def pointwise(rng: random.Random, pool: Pool) -> object:
@@ -76,44 +70,38 @@ def product(rng: random.Random, pool: Pool) -> object:
 
 def several(rng: random.Random, pool: Pool) -> object:
     x = square(rng, pool)
-    which = rng.randrange(5)
-    if which == 0:
-        return list(torch.max(x, 0))
-    if which == 1:
-        return list(torch.sort(x, 1, descending=True))
-    if which == 2:
-        return list(torch.native_layer_norm(x.float(), [4], None, None, 1e-5))
-    if which == 3:
-        return list(torch._foreach_add([x, x.t()], 1.0))
-    return list(torch.var_mean(x, 1))
+    ways: list[Callable[[], Iterable[object]]] = [
+        lambda: torch.max(x, 0),
+        lambda: torch.sort(x, 1, descending=True),
+        lambda: torch.native_layer_norm(x.float(), [4], None, None, 1e-5),
+        lambda: torch._foreach_add([x, x.t()], 1.0),
+        lambda: torch.var_mean(x, 1),
+    ]
+    return list(rng.choice(ways)())
 
 
 def joined(rng: random.Random, pool: Pool) -> object:
     one, other = square(rng, pool), square(rng, pool)
-    which = rng.randrange(4)
-    if which == 0:
-        return torch.cat([one.float(), other.float()])
-    if which == 1:
-        return torch.stack([one.float(), one.float()])
-    if which == 2:
-        return one[torch.tensor([1, 0, 3])]
-    return torch.where(one > 0, one, other)
+    ways: list[Callable[[], object]] = [
+        lambda: torch.cat([one.float(), other.float()]),
+        lambda: torch.stack([one.float(), one.float()]),
+        lambda: one[torch.tensor([1, 0, 3])],
+        lambda: torch.where(one > 0, one, other),
+    ]
+    return rng.choice(ways)()
 
 
 def drawn(rng: random.Random, pool: Pool) -> object:
     x = square(rng, pool)
-    which = rng.randrange(6)
-    if which == 0:
-        return torch.native_dropout(x.float(), 0.5, True)[0]
-    if which == 1:
-        return torch.rand(4, 4)
-    if which == 2:
-        return torch.empty(3, 4).normal_()
-    if which == 3:
-        return torch.rand(2, 2, generator=torch.Generator().manual_seed(rng.randrange(99)))
-    if which == 4:
-        return torch.randperm(5)
-    return torch.rrelu(x.float(), training=True)
+    ways: list[Callable[[], object]] = [
+        lambda: torch.native_dropout(x.float(), 0.5, True)[0],
+        lambda: torch.rand(4, 4),
+        lambda: torch.empty(3, 4).normal_(),
+        lambda: torch.rand(2, 2, generator=torch.Generator().manual_seed(rng.randrange(99))),
+        lambda: torch.randperm(5),
+        lambda: torch.rrelu(x.float(), training=True),
+    ]
+    return rng.choice(ways)()
 
 
 def written(rng: random.Random, pool: Pool) -> object:
@@ -171,16 +159,10 @@ def secret(rng: random.Random, pool: Pool) -> object:
     x = floats(rng, pool)
     which = rng.randrange(4)
     if which == 0:
-        thread = threading.Thread(target=lambda: x.clone().add_(1))
-        if not any(stride == 0 for stride in x.stride()):
-            thread = threading.Thread(target=lambda: x.add_(1))
-        thread.start()
-        thread.join()
+        in_another_thread(lambda: (x.clone() if 0 in x.stride() else x).add_(1))
     elif which == 1:
         made: Pool = []
-        thread = threading.Thread(target=lambda: made.append(torch.ones(4, 4)))
-        thread.start()
-        thread.join()
+        in_another_thread(lambda: made.append(torch.ones(4, 4)))
         return made
     elif which == 2:
         return torch.ones(4, 4).unsqueeze(0).squeeze_(0)

@@ -13,19 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.unit.migrator.tape.modes import SEES_INTO_MODES
+from tests.unit.migrator.tape.records import end, in_another_thread, names
 from torch_tiers.migrator.tape.closure import Closure
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.tape.tape import Tape
-
-
-def end(recorder: Recorder) -> Tape:
-    tape = recorder.end()
-    assert tape is not None and tape.broken is None
-    return tape
-
-
-def names(tape: Tape) -> list[str]:
-    return [each.name.removeprefix("aten::") for each in tape.operators]
 
 
 class Wrapper(Tensor):
@@ -177,10 +168,8 @@ def test_a_record_is_broken_by_an_operator_that_runs_past_its_end_or_into_it(rec
     x = torch.zeros(3)
 
     def write(x: Tensor) -> None:
-        for target in (lambda: ended.append(recorder.end()), recorder.begin):
-            thread = threading.Thread(target=target)
-            thread.start()
-            thread.join()
+        in_another_thread(lambda: ended.append(recorder.end()))
+        in_another_thread(recorder.begin)
         x.add_(1)
 
     with torch.library._scoped_library("tiers_reach", "FRAGMENT") as library:

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.unit.migrator.tape.records import end, names
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.tape.tape import Tape
-
-
-def end(recorder: Recorder) -> Tape:
-    tape = recorder.end()
-    assert tape is not None and tape.broken is None
-    return tape
-
-
-def names(tape: Tape) -> list[str]:
-    return [each.name.removeprefix("aten::") for each in tape.operators]
 
 
 def test_nothing_is_recorded_outside_of_a_record(recorder: Recorder) -> None:

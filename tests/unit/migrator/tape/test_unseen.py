@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -11,25 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.migrator.tape.records import end, in_another_thread
 from torch_tiers.migrator.tape.operators import Operator
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.tape.tape import Tape
 
 
-def end(recorder: Recorder) -> Tape:
-    tape = recorder.end()
-    assert tape is not None and tape.broken is None
-    return tape
-
-
 def last(tape: Tape) -> Operator:
     return tape.operators[-1]
-
-
-def in_another_thread(function: Callable[[], object]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
 
 
 def test_write_through_data_is_seen(recorder: Recorder) -> None:
@@ -42,30 +30,18 @@ def test_write_through_data_is_seen(recorder: Recorder) -> None:
     assert x._version == 0 and last(tape).inputs[0].producer == write.number == tape.producer(x)
 
 
-def test_data_that_is_exchanged_has_the_other_s_state(recorder: Recorder) -> None:
+@pytest.mark.parametrize(
+    ("change", "producer"),
+    [(lambda x, y: setattr(x, "data", y), 1), (lambda x, y: x.set_(y), 1), (lambda x, y: x.t_(), 0)],
+    ids=["another whose data it got", "another that it was set to", "itself if it was turned in place"],
+)
+def test_tensor_has_the_state_of(recorder: Recorder, change: Callable[[Tensor, Tensor], object], producer: int) -> None:
     recorder.begin()
-    x, y = torch.ones(3), torch.zeros(3)
-    x.data = y
-    x.sin()
-    assert last(end(recorder)).inputs[0].producer == 1
-
-
-def test_tensor_that_is_set_has_the_other_s_state(recorder: Recorder) -> None:
-    recorder.begin()
-    x, y = torch.ones(3), torch.zeros(4)
-    x.set_(y)
+    x, y = torch.ones(3, 2), torch.zeros(4, 2)
+    change(x, y)
     x.sin()
     tape = end(recorder)
-    assert last(tape).inputs[0].producer == 1 and tape.producer(y) == 1
-
-
-def test_tensor_that_is_turned_in_place_keeps_its_producer(recorder: Recorder) -> None:
-    recorder.begin()
-    x = torch.ones(3, 2)
-    x.t_()
-    x.sin()
-    tape = end(recorder)
-    assert last(tape).inputs[0].producer == tape.producer(x) == 0
+    assert last(tape).inputs[0].producer == tape.producer(x) == producer and tape.producer(y) == 1
 
 
 def test_write_in_another_thread_is_unseen(recorder: Recorder) -> None:
@@ -79,13 +55,10 @@ def test_write_in_another_thread_is_unseen(recorder: Recorder) -> None:
     assert [each.inputs[0].producer for each in tape.operators[2:]] == [None, 1]
 
 
-def test_what_another_thread_makes_has_no_producer(recorder: Recorder) -> None:
+def made_in_another_thread() -> Tensor:
     made: list[Tensor] = []
-    recorder.begin()
     in_another_thread(lambda: made.append(torch.ones(3)))
-    made[0].sin()
-    tape = end(recorder)
-    assert len(tape.operators) == 1 and last(tape).inputs[0].producer is None
+    return made[0]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +67,7 @@ def test_what_another_thread_makes_has_no_producer(recorder: Recorder) -> None:
         lambda: torch.from_numpy(np.ones(3, dtype=np.float32)),
         lambda: torch.frombuffer(bytearray(12), dtype=torch.float32),
         lambda: torch.from_dlpack(np.ones(3, dtype=np.float32)),
+        made_in_another_thread,
     ],
 )
 def test_memory_of_others_has_no_producer(recorder: Recorder, make: Callable[[], Tensor]) -> None:
@@ -126,16 +100,6 @@ def test_write_that_is_told_of_makes_another_state(recorder: Recorder, write: Ca
     assert first.inputs[0].producer is None and second.inputs[0].producer == 1
 
 
-def test_version_that_others_count_up_makes_another_state(recorder: Recorder) -> None:
-    recorder.begin()
-    x = torch.ones(3)
-    x.sin()
-    torch.autograd.graph.increment_version(x)
-    x.cos()
-    ones, sin, cos = end(recorder).operators
-    assert sin.inputs[0].producer == ones.number and cos.inputs[0].producer is None
-
-
 def test_write_after_the_record_is_found_out(recorder: Recorder) -> None:
     recorder.begin()
     x = torch.ones(3)
@@ -145,14 +109,23 @@ def test_write_after_the_record_is_found_out(recorder: Recorder) -> None:
     assert tape.find(x) is None and tape.find(torch.ones(2)) is None
 
 
-def test_storage_that_is_resized_is_another_state(recorder: Recorder) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda recorder, x: [x.untyped_storage().resize_(nbytes) for nbytes in (0, 24)],
+        lambda recorder, x: torch.autograd.graph.increment_version(x),
+        lambda recorder, x: recorder.unseen(None),
+    ],
+    ids=["its storage is resized", "others count its version up", "anything may have been written"],
+)
+def test_it_is_another_state_where(recorder: Recorder, change: Callable[[Recorder, Tensor], object]) -> None:
     recorder.begin()
     x = torch.ones(3)
-    storage = x.untyped_storage()
-    storage.resize_(0)
-    storage.resize_(24)
+    x.cos()
+    change(recorder, x)
     x.sin()
-    assert last(end(recorder)).inputs[0].producer is None
+    ones, cos, sin = end(recorder).operators
+    assert cos.inputs[0].producer == ones.number and sin.inputs[0].producer is None
 
 
 def test_storage_that_is_emptied_and_refilled_has_who_refilled_it(recorder: Recorder) -> None:
@@ -167,11 +140,3 @@ def test_storage_that_is_emptied_and_refilled_has_who_refilled_it(recorder: Reco
     assert x._version == 0
     tape = end(recorder)
     assert last(tape).inputs[0].producer == last(tape).number - 1
-
-
-def test_all_is_another_state_where_anything_may_have_been_written(recorder: Recorder) -> None:
-    recorder.begin()
-    x = torch.ones(3)
-    recorder.unseen(None)
-    x.sin()
-    assert last(end(recorder)).inputs[0].producer is None
