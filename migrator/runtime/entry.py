@@ -59,7 +59,7 @@ class Listener(Protocol):
     def forked(self) -> None:
         """This is the child of a fork."""
 
-    def backward_begins(self) -> None:
+    def backward_begins(self) -> object:
         """A backward begins in this thread, perhaps within another."""
 
     def backward_over(self) -> None:
@@ -228,24 +228,24 @@ def _stand_before_backwards() -> None:
 
     @wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        saver = _step_aside()
+        aside = _step_aside()  # what has begun lives as long as this frame
         try:
             return plain(*args, **kwargs)
         finally:
-            _step_back(saver)
+            _step_back(aside)
 
     _differentiation._engine_run_backward = _our_backward = backward
 
 
-def _step_aside() -> Saver | None:
+def _step_aside() -> tuple[object, Saver | None]:
     if _active is None:
-        return None
-    _active.backward_begins()
-    saver = _active.saver()
-    return saver if saver is not None and saver.step_aside() else None
+        return None, None
+    begun, saver = _active.backward_begins(), _active.saver()
+    return begun, saver if saver is not None and saver.step_aside() else None
 
 
-def _step_back(saver: Saver | None) -> None:
+def _step_back(aside: tuple[object, Saver | None]) -> None:
+    _, saver = aside
     if saver is not None:
         saver.step_back()
     if _active is not None:

@@ -132,8 +132,9 @@ class Runtime:
                 self._wake(saver)
         if saver.resting:
             return False
+        within = self._streaming.expect()
         saver.enter(module)
-        return True
+        return within
 
     def leave(self) -> None:
         """Take note that a forward ends in this thread, also when it raised."""

@@ -22,9 +22,9 @@ _graph_task = torch._C._current_graph_task_id
 
 
 class Within:
-    """A thread is within a model, as long as this lives: the frame of the model's call has it.
+    """A thread is within a model's call, or a backward, as long as this lives: the frame of that has it.
 
-    An interrupt may keep the end of that call from us, and never keeps the frame.
+    An interrupt may keep the end of a call from us, and never keeps the frame.
     """
 
     __slots__ = ("__weakref__",)
@@ -32,7 +32,8 @@ class Within:
 
 class _Thread(threading.local):
     within: weakref.ref[Within] | None = None  # if it has no hooks
-    in_forward = False  # of a model, which a backward may interrupt
+    forward: weakref.ref[Within] | None = None  # of an outermost module, which a backward may interrupt
+    expected: weakref.ref[Within] | None = None  # what the frame of a call has, if that is an outermost module's
 
     @property
     def is_within(self) -> bool:
@@ -108,7 +109,7 @@ class Streaming:
             return None
         if not self.active and self._options().pages() is None and module in self._models:
             return None
-        within = Within()
+        within = self.expect()
         with self._entering:
             self._within.add(within)
             self._thread.within = weakref.ref(within)
@@ -123,7 +124,7 @@ class Streaming:
     def leave(self, *, outermost: bool) -> None:
         """The call of a module has ended in this thread, perhaps of one that no other has called."""
         if outermost and _graph_task() == -1:
-            self._thread.in_forward = False
+            self._thread.forward = None
             self._left()
             self._close()
 
@@ -154,8 +155,14 @@ class Streaming:
         self._seen.pop(key, None)
         self._weights.drain()
 
+    def expect(self) -> Within:
+        """A module is called in this thread, perhaps an outermost one; what the call's frame is to have."""
+        within = Within()
+        self._thread.expected = weakref.ref(within)
+        return within
+
     def forward_begins(self, root: nn.Module) -> None:
-        """The forward of an outermost module begins in this thread."""
+        """The forward of an outermost module begins in this thread, by a call that was expected."""
         if not self.active or _is_capturing():
             return
         trains = torch.is_grad_enabled()
@@ -175,26 +182,29 @@ class Streaming:
                 streamer.begin(kind)
             else:
                 streamer.resume(self._kind)
-            streamer.open()
-        self._thread.in_forward = True
+        self._thread.forward = self._thread.expected
+        if self._thread.forward is not None and (within := self._thread.forward()) is not None:
+            self._open(within)
         if trains:
             self._pass_over = not self._differentiates
 
-    def backward_begins(self) -> None:
-        """A backward begins in this thread, perhaps within another."""
-        if self.active and _graph_task() == -1:
-            for streamer in self._streamers:
-                streamer.resume(self._kind)
-                streamer.open()
+    def backward_begins(self) -> Within | None:
+        """A backward begins in this thread, perhaps within another; what its frame is to have."""
+        if not self.active or _graph_task() != -1:
+            return None
+        for streamer in self._streamers:
+            streamer.resume(self._kind)
+        within = Within()
+        self._open(within)
+        return within
 
     def backward_over(self) -> None:
         """It has ended, also when it raised."""
         if self.active and _graph_task() == -1:
             self._close()
             self._differentiates = self._pass_over = True
-            if self._thread.in_forward:
-                for streamer in self._streamers:
-                    streamer.open()
+            if self._thread.forward is not None and (forward := self._thread.forward()) is not None:
+                self._open(forward)
 
     def stepping(self) -> None:
         """An optimizer is about to step, perhaps within a backward."""
@@ -204,6 +214,10 @@ class Streaming:
     def stepped(self) -> None:
         """The optimizer has stepped that ends a period, and a pass with it."""
         self._pass_over = True
+
+    def _open(self, within: Within) -> None:
+        for streamer in self._streamers:
+            streamer.open(within)
 
     def _close(self) -> None:
         for streamer in self._streamers:

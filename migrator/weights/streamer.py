@@ -89,7 +89,8 @@ class Streamer:
         # The ends of what wrote weights last, as far as that is known; and whoever had the buffer's memory before.
         self._written: dict[Stream, Event] = {compute.stream(): compute.mark(compute.stream())}
         self._reading: deque[tuple[Event, torch.UntypedStorage]] = deque()  # what lanes read must not be unmapped
-        self._open = False  # whether a model is within its forward or backward
+        self._open = False  # whether a model is within its forward or backward, as long as its holder lives
+        self._holder: ref[object] | None = None
         self._is_broken = False  # an exception came in between, such as an interrupt
         # Backwards run in threads of their own. An operator comes without the interpreter's lock, and takes that first,
         # then this one, then the lane's. `Substitutes` has one, too, with which nobody waits for any other. A signal's
@@ -121,10 +122,14 @@ class Streamer:
         """A pass goes on: see `Order.resume`."""
         self._alone(self._now.order.resume, kind)
 
-    def open(self) -> None:
-        """A forward or a backward begins in this thread, of an outermost module."""
+    def open(self, holder: object = None) -> None:
+        """A forward or a backward begins in this thread, of an outermost module.
+
+        It is over as `close` is called; or as `holder` is gone, which its frame has: an interrupt may keep us from
+        hearing of its end.
+        """
         self._now.substitutes.include_thread()
-        self._alone(self._begin)
+        self._alone(self._begin, holder)
 
     def close(self) -> None:
         """A forward or a backward has ended, in which copies were good."""
@@ -153,7 +158,7 @@ class Streamer:
 
     def ask(self, choice: _Choice, number: int, written: bool) -> int:
         """Where an operator that comes by finds a copy; see `Substitutes`."""
-        if choice is not self._now or not self._open:
+        if choice is not self._now or not self._is_open():
             return IN_PLACE
         place = self._alone(self._find, choice, number, written)
         return IN_PLACE if place is None else place
@@ -189,9 +194,15 @@ class Streamer:
             self._before.append(self._now)
         self._now = self._choice(weights)
 
-    def _begin(self) -> None:
-        if self._open or self._compute.capturing():
+    def _is_open(self) -> bool:
+        return self._open and (self._holder is None or self._holder() is not None)
+
+    def _begin(self, holder: object) -> None:
+        if self._is_open() or self._compute.capturing():
             return
+        if self._open:
+            self._give_up_all()
+        self._holder = None if holder is None else ref(holder)
         if self._is_broken and not self._mend():
             return
         self._let_go()
@@ -219,7 +230,7 @@ class Streamer:
         return True
 
     def _find(self, choice: _Choice, number: int, written: bool) -> int:
-        if choice is not self._now or not self._open or self._is_broken or self._compute.capturing():
+        if choice is not self._now or not self._is_open() or self._is_broken or self._compute.capturing():
             return IN_PLACE
         copy = choice.copies.get(number)
         if copy is not None and (written or copy.outdated):

@@ -327,6 +327,23 @@ def test_after_an_interrupt_weights_are_read_where_they_lie_until_the_next_pass(
     assert len({rig.read(number) for number in range(3)} - {IN_PLACE}) == 3  # all of its room is there
 
 
+def test_copies_are_good_no_longer_than_the_frame_lives_that_they_were_made_for(rig: Rig) -> None:
+    """An interrupt may keep the end of a forward from us, and what NumPy writes after it is never told."""
+
+    class Frame:
+        pass
+
+    frame = Frame()
+    rig.streamer.open(frame)
+    assert rig.read(0) != IN_PLACE
+    del frame
+    assert rig.read(0) == IN_PLACE
+    another = Frame()
+    rig.streamer.open(another)
+    assert rig.read(0) != IN_PLACE
+    assert rig.copied() == [0, 0]
+
+
 def test_the_memory_of_a_weight_stays_until_it_was_copied(rig: Rig) -> None:
     rig.copies.passed = False
     rig.streamer.open()
