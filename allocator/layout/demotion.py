@@ -72,7 +72,7 @@ def demote_or_promote(
 
 
 def evenly(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """Places in `sizes`, ascending and evenly among the rest, that have `nbytes` together, and less than one more."""
+    """Places spread evenly over `sizes`, ascending, whose sum reaches `nbytes` and exceeds it by less than one size."""
     total, taken, passed = sum(sizes), 0, 0
     places = []
     for place, size in enumerate(sizes):

@@ -80,9 +80,9 @@ class Residence:
         self._overflows = self._overflows + 1 if spilled else 0
         if not alone:
             return False
-        weights = self._weights()
         if not spilled:
-            return self._periods >= PATIENCE and self._move_some(weights, 0)
+            return self._periods >= PATIENCE and self._move_some(self._weights(), 0)
+        weights = self._weights()
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
         # that takes tens of times as long.
         return (bool(weights) or self._overflows >= PATIENCE) and self._move_some(weights, spilled)
@@ -125,6 +125,8 @@ class Residence:
         if moved:
             text = "%d blocks of state and weights now lie in %s, to keep in hbm what is used more"
             log.info(text, moved, "dram" if demote else "hbm")
+        else:
+            self._periods = 0  # to look takes a millisecond, in which the device is idle: not in every period
         return bool(moved and demote)
 
     def _move(self, address: int, tier: int) -> bool:

@@ -239,7 +239,7 @@ class Core:
         return int(self._library.tn_on(self._core, address, tier))
 
     def pages_on(self, address: int, nbytes: int, tier: int) -> int:
-        """Bytes of the pages on `tier` that these have a part of; they belong to blocks that lie beside each other."""
+        """Bytes of the pages on `tier` that `nbytes` from `address` on have a part of."""
         return int(self._library.tn_pages_on(self._core, address, nbytes, tier))
 
     def glance(self) -> Glance:

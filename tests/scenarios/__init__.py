@@ -71,6 +71,7 @@ FAMILIES = (
     "sessions",
     "storages",
     "streaming",
+    "streaming_choices",
     "subclasses",
     "surprises",
     "threads",
@@ -200,6 +201,33 @@ def streamed() -> Iterator[None]:
 def moved(session: Session) -> dict[str, int]:
     """Return the bytes moved so far, by lane."""
     return session.stats()["moved"]
+
+
+def bytes_streamed(session: Session) -> int:
+    """Bytes of weights that were copied so far."""
+    return moved(session).get("weights", 0)
+
+
+def assert_same_streamed(program: Program, device: torch.device) -> None:
+    """Check that a program yields what it yields without tiers, with all its weights streamed."""
+    with deterministic_kernels():
+        plain = bits(program(device))
+        with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
+            ours = bits(program(device))
+            streamed_bytes = bytes_streamed(session)
+    differ = [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b]
+    print(f"  {len(plain)} results; {streamed_bytes} bytes streamed; these differ: {differ}")
+    assert streamed_bytes > 0, "nothing was streamed, so nothing was tested"
+    assert not differ
+
+
+def step(model: nn.Module, device: torch.device, i: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    optimizer.zero_grad()
+    loss = model(batch(device, i)).square().mean()
+    loss.backward()
+    results = [loss.detach().clone(), *gradients(model)]
+    optimizer.step()
+    return results
 
 
 def recomputed(session: Session) -> set[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from unittest import mock
@@ -16,38 +14,20 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torch_tiers as tiers
-from tests.programs import PROGRAMS, deterministic_kernels, run
-from tests.scenarios import Program, batch, bits, blocks, gradients, main, moved, perceptron, streamed, train
-from torch_tiers.assembly import Session
-from torch_tiers.migrator.runtime import streamed_weights
+from tests.programs import PROGRAMS, run
+from tests.scenarios import (
+    assert_same_streamed,
+    batch,
+    blocks,
+    bytes_streamed,
+    gradients,
+    main,
+    perceptron,
+    step,
+    streamed,
+    train,
+)
 from torch_tiers.migrator.weights.streamer import Streamer
-
-
-def _streamed(session: Session) -> int:
-    """Bytes of weights that were copied so far."""
-    return moved(session).get("weights", 0)
-
-
-def _assert_same(program: Program, device: torch.device) -> None:
-    """Check that a program yields what it yields without tiers, with all its weights streamed."""
-    with deterministic_kernels():
-        plain = bits(program(device))
-        with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
-            ours = bits(program(device))
-            streamed_bytes = _streamed(session)
-    differ = [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b]
-    print(f"  {len(plain)} results; {streamed_bytes} bytes streamed; these differ: {differ}")
-    assert streamed_bytes > 0, "nothing was streamed, so nothing was tested"
-    assert not differ
-
-
-def _step(model: nn.Module, device: torch.device, i: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    optimizer.zero_grad()
-    loss = model(batch(device, i)).square().mean()
-    loss.backward()
-    results = [loss.detach().clone(), *gradients(model)]
-    optimizer.step()
-    return results
 
 
 def leaves_the_programs_of_the_tests_as_they_are(device: torch.device) -> None:
@@ -55,7 +35,7 @@ def leaves_the_programs_of_the_tests_as_they_are(device: torch.device) -> None:
         plain = run(program, 3, str(device))
         with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
             assert run(program, 3, str(device)) == plain, program
-            print(f"  {program}: {_streamed(session)} bytes streamed")
+            print(f"  {program}: {bytes_streamed(session)} bytes streamed")
 
 
 def trains_adapters_of_frozen_weights(device: torch.device) -> None:
@@ -65,7 +45,7 @@ def trains_adapters_of_frozen_weights(device: torch.device) -> None:
         whole = nn.Sequential(model, adapters, copy.deepcopy(model))
         return train(whole, device)
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def infers_with_and_without_inference_mode(device: torch.device) -> None:
@@ -76,7 +56,7 @@ def infers_with_and_without_inference_mode(device: torch.device) -> None:
                 results += [model(batch(device, i)).clone() for i in range(3)]
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def evaluates_between_steps_and_within_them(device: torch.device) -> None:
@@ -96,7 +76,7 @@ def evaluates_between_steps_and_within_them(device: torch.device) -> None:
             optimizer.zero_grad()
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def sees_what_operators_write_to_weights(device: torch.device) -> None:
@@ -132,7 +112,7 @@ def sees_what_operators_write_to_weights(device: torch.device) -> None:
             results.append(loss.detach())
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def sees_what_no_operator_writes_between_steps(device: torch.device) -> None:
@@ -158,30 +138,7 @@ def sees_what_no_operator_writes_between_steps(device: torch.device) -> None:
             model.zero_grad()
         return results
 
-    _assert_same(program, device)
-
-
-def sees_weights_that_are_replaced_moved_and_loaded(device: torch.device) -> None:
-    def program(device: torch.device) -> Sequence[Tensor]:
-        model, results = perceptron(device), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kept = {name: value.clone() for name, value in model.state_dict().items()}
-        for i in range(8):
-            results += _step(model, device, i, optimizer)
-            if i == 1:
-                model.load_state_dict(kept)
-            if i == 3:
-                model.load_state_dict(kept, assign=True)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            if i == 4:
-                model[0].weight.data = model[0].weight.data.flip(0).contiguous()
-            if i == 5:
-                model.double().float()
-            if i == 6:
-                model[2] = nn.Linear(128, 128, device=device)
-        return results
-
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def has_several_models_and_optimizers(device: torch.device) -> None:
@@ -201,7 +158,7 @@ def has_several_models_and_optimizers(device: torch.device) -> None:
             judge.zero_grad()
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def recomputes_in_backward(device: torch.device) -> None:
@@ -218,7 +175,7 @@ def recomputes_in_backward(device: torch.device) -> None:
         return train(model, device, loss_of=loss_of)
 
     for reentrant in (False, True):
-        _assert_same(lambda device, reentrant=reentrant: program(device, reentrant=reentrant), device)
+        assert_same_streamed(lambda device, reentrant=reentrant: program(device, reentrant=reentrant), device)
 
 
 def differentiates_twice_and_again(device: torch.device) -> None:
@@ -237,7 +194,7 @@ def differentiates_twice_and_again(device: torch.device) -> None:
             optimizer.zero_grad()
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def steps_within_backward(device: torch.device) -> None:
@@ -257,7 +214,7 @@ def steps_within_backward(device: torch.device) -> None:
             results += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def uses_weights_outside_of_their_modules(device: torch.device) -> None:
@@ -278,7 +235,7 @@ def uses_weights_outside_of_their_modules(device: torch.device) -> None:
             results.append(torch.linalg.matrix_norm(model[1].weight.detach()))
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def goes_on_after_an_exception(device: torch.device) -> None:
@@ -300,13 +257,13 @@ def goes_on_after_an_exception(device: torch.device) -> None:
                 if i == 4:
                     with torch.no_grad():
                         model(batch(device, i))
-                results += _step(model, device, i, optimizer)
+                results += step(model, device, i, optimizer)
             except ValueError:
                 with torch.no_grad():
                     model[0].weight.mul_(1.5)
         return results
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def infers_in_several_threads(device: torch.device) -> None:
@@ -326,7 +283,7 @@ def infers_in_several_threads(device: torch.device) -> None:
             thread.join()
         return [results[key] for key in sorted(results)]
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def is_functional(device: torch.device) -> None:
@@ -341,7 +298,7 @@ def is_functional(device: torch.device) -> None:
         each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x.unsqueeze(1))
         return [*train(model, device, steps=2), *each.values(), *torch.func.grad(loss)(values, x).values()]
 
-    _assert_same(program, device)
+    assert_same_streamed(program, device)
 
 
 def compiles_its_model(device: torch.device) -> None:
@@ -356,100 +313,7 @@ def compiles_its_model(device: torch.device) -> None:
             with torch.inference_mode():
                 return [*results, model(batch(device, 9)).clone()]
 
-        _assert_same(program, device)
-
-
-def lets_go_of_a_model_that_is_gone(device: torch.device) -> None:
-    with streamed(), tiers.session(allocator="torch", dram="64MiB"):
-        model = perceptron(device)
-        train(model, device, steps=2)
-        weight = weakref.ref(model[0].weight)
-        del model
-        gc.collect()
-        assert weight() is None
-
-
-def goes_on_after_a_part_of_the_model_was_evaluated(device: torch.device) -> None:
-    """The part has fewer weights, and gets no gradients then; the model still has all of them."""
-
-    def program(device: torch.device) -> Sequence[Tensor]:
-        model, results = perceptron(device, depth=6), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for i in range(6):
-            results += _step(model, device, i, optimizer)
-            with torch.no_grad():
-                results.append(model[0](batch(device, i)).clone())
-        return results
-
-    plain = bits(program(device))
-    weights = sum(p.nbytes for p in perceptron(device, depth=6).parameters())
-    # With gradients they do not fit. Without, they would.
-    with tiers.session(allocator="torch", hbm=int(1.5 * weights), dram="64MiB", policy="keep") as session:
-        assert bits(program(device)) == plain
-        if device.type == "cpu":  # on a GPU PyTorch's allocator has no memory in DRAM
-            assert _streamed(session) > 6 * weights
-
-
-def chooses_again_after_an_interrupt(device: torch.device) -> None:
-    model, interrupts = perceptron(device), [True]
-
-    def open_(*given: Any) -> Streamer:
-        if interrupts:
-            interrupts.pop()
-            raise KeyboardInterrupt
-        return Streamer(*given)
-
-    with (
-        streamed(),
-        mock.patch.object(streamed_weights, "Streamer", open_),
-        tiers.session(allocator="torch", dram="64MiB") as session,
-    ):
-        try:
-            model(batch(device, 0))
-        except KeyboardInterrupt:
-            train(model, device, steps=2)
-        assert not interrupts and _streamed(session) > 0
-
-
-def has_room_for_the_largest_of_models_that_come_later(device: torch.device) -> None:
-    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session, torch.no_grad():
-        small, large = nn.Linear(64, 64, device=device), nn.Linear(1024, 1024, device=device)
-        small(torch.randn(8, 64, device=device))
-        large(torch.randn(8, 1024, device=device))
-        assert _streamed(session) >= large.weight.nbytes
-
-
-def sees_parameters_that_are_made_anew(device: torch.device) -> None:
-    """On the memory that they had, as tools that convert models do; and elsewhere, while an optimizer has the old."""
-
-    def program(device: torch.device) -> Sequence[Tensor]:
-        model, results = perceptron(device, depth=4), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for i in range(9):
-            results += _step(model, device, i, optimizer)
-            if i == 3:
-                with torch.no_grad():
-                    model[0].weight = nn.Parameter(model[0].weight.data)
-            if i == 6:
-                model[2].weight = nn.Parameter(model[2].weight.detach().clone() + 1)
-        return results
-
-    _assert_same(program, device)
-
-
-def copies_once_what_is_on_the_memory_of_another(device: torch.device) -> None:
-    model = perceptron(device, depth=4).requires_grad_(False)
-    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session, torch.no_grad():
-        read = []
-        for i in range(8):
-            before = _streamed(session)
-            model(batch(device, i))
-            read.append(_streamed(session) - before)
-            if i == 3:
-                for layer in model:
-                    if isinstance(layer, nn.Linear):
-                        layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
-        assert read[7] == read[3], read
+        assert_same_streamed(program, device)
 
 
 def expects_weights_where_no_optimizer_of_pytorch_steps(device: torch.device) -> None:
@@ -491,12 +355,12 @@ def is_streamed_after_a_gradient_within_forward(device: torch.device) -> None:
             def forward(self, x: Tensor) -> Tensor:
                 x = x.requires_grad_()
                 (grad,) = torch.autograd.grad(self.model(x).sum(), x)
-                self.before = _streamed(session)
+                self.before = bytes_streamed(session)
                 return self.model(grad)
 
         penalised = Penalised()
         penalised(batch(device, 0))
-        assert _streamed(session) > penalised.before
+        assert bytes_streamed(session) > penalised.before
 
 
 def copies_once_where_each_layer_is_called_by_itself(device: torch.device) -> None:
@@ -506,12 +370,12 @@ def copies_once_where_each_layer_is_called_by_itself(device: torch.device) -> No
     with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for i in range(5):
-            before, x = _streamed(session), batch(device, i)
+            before, x = bytes_streamed(session), batch(device, i)
             for layer in model:
                 x = layer(x)
             x.square().mean().backward()
             optimizer.step()
-            assert _streamed(session) - before <= 2 * weights
+            assert bytes_streamed(session) - before <= 2 * weights
 
 
 def copies_little_in_vain_where_another_expert_is_read_each_time(device: torch.device) -> None:
@@ -533,23 +397,9 @@ def copies_little_in_vain_where_another_expert_is_read_each_time(device: torch.d
     weights = 8 * sum(p.nbytes for p in model.layers[0][0].parameters())
     with streamed(), tiers.session(allocator="torch", dram="64MiB") as session, torch.no_grad():
         for i in range(8):
-            before = _streamed(session)
+            before = bytes_streamed(session)
             model(batch(device, i))
-            assert _streamed(session) - before <= 1.5 * weights
-
-
-def ends_with_the_session(device: torch.device) -> None:
-    """Afterwards operators read weights where they lie, and are not asked for them."""
-    model = perceptron(device)
-    with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
-        train(model, device, steps=2)
-        before = _streamed(session)
-        assert before > 0
-    with torch.no_grad():
-        model[0].weight.fill_(0)
-        model[0].bias.fill_(0)
-        assert not model[0](batch(device, 0)).any()
-    assert _streamed(session) == before
+            assert bytes_streamed(session) - before <= 1.5 * weights
 
 
 def is_asked_for_no_more_than_is_read(device: torch.device) -> None:
@@ -560,10 +410,10 @@ def is_asked_for_no_more_than_is_read(device: torch.device) -> None:
     with streamed(), tiers.session(allocator="torch", dram="64MiB") as session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for i in range(6):
-            before = _streamed(session)
+            before = bytes_streamed(session)
             step(i)
             optimizer.step()
-        assert _streamed(session) - before <= 2 * weights
+        assert bytes_streamed(session) - before <= 2 * weights
 
 
 if __name__ == "__main__":
