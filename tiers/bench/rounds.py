@@ -93,7 +93,8 @@ class Rounds:
         kept = directory / OUTCOME
         if kept.exists():
             found = Outcome(**json.loads(kept.read_text()))
-            if not found.reason or found.does_not_fit or not (self.retry or variant == PLAIN):
+            again = self.retry or (variant == PLAIN and not found.does_not_fit)
+            if not found.reason or not again:
                 return found
         why_not = None
         if variant != PLAIN:
