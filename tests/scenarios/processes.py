@@ -160,12 +160,12 @@ def ddp_over_gloo(device: torch.device) -> None:
             assert plain == ours
 
 
-def _train_streamed(rank: int, directory: str, how: str, with_tiers: bool) -> None:
+def _train_streamed(rank: int, directory: str, device: str, how: str, with_tiers: bool) -> None:
     torch.set_num_threads(1)
     start = f"file://{directory}/{how}-{with_tiers}"
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=2)
-    cpu = torch.device("cpu")
-    model: nn.Module = perceptron(cpu, depth=6)
+    where = torch.device(device)
+    model: nn.Module = perceptron(where, depth=6)
     if how == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=0.1)
     else:
@@ -181,7 +181,7 @@ def _train_streamed(rank: int, directory: str, how: str, with_tiers: bool) -> No
         for i in range(5):
             optimizer.zero_grad()
             for part in range(2):
-                loss = model(batch(cpu, 10 * i + 2 * part + rank)).square().mean()
+                loss = model(batch(where, 10 * i + 2 * part + rank)).square().mean()
                 loss.backward()
                 results.append(loss.detach())
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -206,9 +206,9 @@ def _train_streamed(rank: int, directory: str, how: str, with_tiers: bool) -> No
 def weights_are_streamed_under_ddp_and_fsdp2_with_clipping(device: torch.device) -> None:
     """Those that FSDP2 gathers come and go anyway, and are not streamed."""
     with tempfile.TemporaryDirectory() as directory:
-        for how in ("ddp", "fsdp2"):
+        for how, where in (("ddp", device), ("fsdp2", "cpu")):  # gloo has no reduce-scatter for GPUs
             for with_tiers in (False, True):
-                _spawn(_train_streamed, directory, how, with_tiers)
+                _spawn(_train_streamed, directory, str(where), how, with_tiers)
             for rank in range(2):
                 plain, ours = (bits(torch.load(Path(directory) / f"{how}-{with_}-{rank}")) for with_ in (False, True))
                 print(f"  {how} rank {rank}: {len(plain)} results")
