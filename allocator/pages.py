@@ -206,7 +206,7 @@ class PageAllocator:
         return periods is not None and periods.residence.spilled
 
     def overflow(self, device: torch.device) -> int:
-        """The most bytes in use in the last period for which there was no room in HBM."""
+        """The most bytes in the last period for which there was no room in HBM, wherever they came to lie."""
         periods = self._known.get(device.index)
         return periods.residence.overflow if periods is not None else 0
 

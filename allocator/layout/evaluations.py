@@ -22,7 +22,7 @@ class AtStep(NamedTuple):
     departed : int
         Departures since the core was opened.
     dram, spilled : int
-        Bytes of DRAM; and the most in use there in the period, as there was no room in HBM.
+        Bytes of DRAM; and the most in the period for which there was no room in HBM.
     """
 
     requests: int

@@ -120,7 +120,8 @@ class Periods:
         now = self.core.mark()
         before, self._departed = self._departed, now.departed
         since, calm = now.departed - before, self._calm
-        repeated = now.repeated and not now.dram and not self._claims.granted(self._device) and self._new_plans is None
+        fits = not (now.dram or now.spilled or self._claims.granted(self._device))
+        repeated = now.repeated and fits and self._new_plans is None
         if calm is not None and repeated and since == calm.departed:
             calm.periods += 1
             self._evaluations.forget_step()

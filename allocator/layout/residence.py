@@ -30,7 +30,7 @@ class Residence:
     Attributes
     ----------
     overflow : int
-        The most bytes in use for which the last period had no room in HBM.
+        The most bytes for which the last period had no room in HBM, wherever they came to lie.
     spilled : bool
         Whether there was more in DRAM than weights: kernels read that over the link that the migrator uses.
     """
@@ -75,7 +75,7 @@ class Residence:
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         glance = self._core.glance()
-        self.overflow, self.spilled = spilled, spilled > 0 or glance.dram_state > 0
+        self.overflow, self.spilled = spilled, (spilled > 0 and glance.dram > 0) or glance.dram_state > 0
         self._periods = self._periods + 1 if glance.dram else 0
         self._overflows = self._overflows + 1 if spilled else 0
         if not alone:
@@ -84,7 +84,7 @@ class Residence:
             return self._periods >= PATIENCE and self._move_some(self._weights(), 0)
         weights = self._weights()
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
-        # that takes tens of times as long.
+        # that takes tens of times as long. So does mapping pages anew.
         return (bool(weights) or self._overflows >= PATIENCE) and self._move_some(weights, spilled)
 
     def pass_over(self) -> None:

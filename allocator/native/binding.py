@@ -108,8 +108,8 @@ class Glance(ctypes.Structure):
     repeated : int
         Whether the last period had the same requests, at the same events, as the one before it.
     spilled, spilled_so_far : int
-        The most bytes in use in DRAM for which there was no room in HBM, so without state and what was moved: in the
-        last period, and in the one under way since anything was moved.
+        The most bytes for which there was no room in HBM, in the last period, and in the one under way since anything
+        was moved: in use in DRAM, without state and what was moved, and of pages that others took from the layout.
     """
 
     departed: int

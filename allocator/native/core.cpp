@@ -219,6 +219,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
       if (status != Status::Ok) return status;
     }
   }
+  if (!off_sequence) count_displaced();
   return missing() ? fail(Status::Full, "no idle pages") : Status::Ok;
 }
 

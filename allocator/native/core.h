@@ -97,8 +97,8 @@ typedef struct {
   int64_t came;       /* how many of its requests had come when the last period ended */
   int64_t requests;   /* of the period under way, so far */
   int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
-  int64_t spilled;    /* the most bytes in use in DRAM in the last period, but those that were moved and of state: there
-                         was no room in HBM */
+  int64_t spilled;    /* the most bytes in the last period for which there was no room in HBM: in use in DRAM, but those
+                         that were moved and of state, and of pages that others took from the layout's region */
   int64_t spilled_so_far; /* the same of the period under way, since anything was moved */
 } tn_glance;
 /* A period ends and the next begins. Unless `out` is null it gets the counters of that moment. */

@@ -89,6 +89,8 @@ class Heap {
   Status map_missing(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
+  // Bytes of it under which no page is mapped.
+  uint64_t unmapped(uint64_t address, uint64_t bytes) const;
   // Bytes of the pages on `tier` that `[address, address + bytes)` has a part of.
   uint64_t pages_on(Tier tier, uint64_t address, uint64_t bytes) const;
   // How many of its pages lie on `tier`.

@@ -89,6 +89,10 @@ uint64_t Heap::on(Tier tier, uint64_t address, uint64_t bytes) const {
   return sum;
 }
 
+uint64_t Heap::unmapped(uint64_t address, uint64_t bytes) const {
+  return bytes - on(kHbm, address, bytes) - on(kDram, address, bytes);
+}
+
 uint64_t Heap::pages_on(Tier tier, uint64_t address, uint64_t bytes) const {
   const uint64_t begin = down(address, page_);
   return on(tier, begin, up(address + bytes, page_) - begin);

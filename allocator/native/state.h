@@ -53,9 +53,10 @@ struct Layout {
   std::vector<Sequence> sequences;   // of which each period is one
   size_t present = 0;                // as far as its requests tell
   size_t next = 0;
-  size_t came = 0;      // `next`, at the end of the last period
-  size_t back = kNone;  // where it went on before it last jumped ahead
-  size_t lost = 0;      // grows with each unpredicted request, shrinks with each predicted one
+  size_t came = 0;         // `next`, at the end of the last period
+  size_t back = kNone;     // where it went on before it last jumped ahead
+  size_t lost = 0;         // grows with each unpredicted request, shrinks with each predicted one
+  uint64_t displaced = 0;  // bytes of the region that other requests had last taken the pages of
 
   bool followed() const { return lost < kLost; }
 };
@@ -112,7 +113,8 @@ struct tn_core {
   int lifetime_class = TN_ANY;
   uint64_t most_state = UINT64_MAX;  // bytes of state in HBM
   int64_t demoted = 0;               // bytes in use of state and weights that lie in DRAM, as they may
-  // Bytes in use that lie in DRAM, as there was no room in HBM: now, the most in this period, and in the one before.
+  // Bytes for which there was no room in HBM: in use in DRAM now; and the most in this period, and in the one before,
+  // with what the layout's region lacked.
   int64_t spilled = 0, spilled_most = 0, spilled_before = 0;
   int captures = 0;   // of graphs that may be under way
   tiers::Log log[3];  // of the present period, the one before, and the one before that
@@ -147,6 +149,8 @@ struct tn_core {
   Range reserved_range(const Heap *heap) const;
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
+  void count_displaced();
+  void make_room_in_region(uint64_t address, uint64_t bytes);
   Status unmap_idle(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   int64_t needed() const;

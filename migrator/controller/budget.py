@@ -5,7 +5,7 @@
   room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
   most.
 - An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
-  put something elsewhere, iteration after iteration; that reduces the budget as long as it helps.
+  tells of bytes for which HBM had no room, iteration after iteration; that reduces the budget as long as it helps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
 TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
-SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few iterations to come back
+LAID_OUT = 2  # iterations under new plans until memory is laid out for them
+SPILLS = 2  # iterations in a row, after those, for which HBM had no room: lengths may alternate
 PRESSES = 4  # of the last SURE iterations with a flush: there is too little room, and by then the pace is known
 GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
@@ -48,7 +49,7 @@ class Budget:
         self._overflow: int | None = None  # when the budget was last cut for it
         self._highest = 0  # of the peaks under the present plans
         self._flushes: list[bool] = []  # for the last `SURE` of these iterations, whether the allocator flushed
-        self._spills = 0  # the same of those in which something was put elsewhere
+        self._spills = 0  # of these in a row, those for which HBM had no room
         self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ class Budget:
             elif not any(self._flushes) and self.looked_at >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self.target) if pressed else self.target - peak
-        self._spills = self._spills + 1 if overflow and self.looked_at > SETTLING else 0
+        self._spills = self._spills + 1 if overflow and self.looked_at > LAID_OUT else 0
         if not overflow:
             self._overflow = None
         elif self._spills >= SPILLS and (self._overflow is None or overflow < self._overflow):

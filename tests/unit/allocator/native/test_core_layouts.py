@@ -39,6 +39,17 @@ def test_a_request_that_no_layout_knows_finds_room_when_the_end_of_the_region_wa
     core.free(address)
 
 
+@pytest.mark.parametrize("other", [32 * MiB, 48 * MiB], ids=["fits", "takes a part of the region"])
+def test_what_the_region_and_other_streams_need_beyond_hbm_is_told_at_once(core: Core, other: int) -> None:
+    """Each such step maps and unmaps pages by the hundred, and waits for the device; nothing of it lies in DRAM."""
+    set_layout(core, [32 * MiB], [0])
+    for _ in range(3):
+        core.free(core.allocate(32 * MiB))
+        core.free(core.allocate(other, stream=7))
+        now = core.mark()
+        assert (now.dram, now.spilled) == (0, other - 32 * MiB)
+
+
 def test_the_log_tells_the_events_of_births_and_deaths(core: Core) -> None:
     core.mark()
     a = core.allocate(1000)
