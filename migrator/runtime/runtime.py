@@ -157,7 +157,7 @@ class Runtime:
         called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         self._savers.switch_on(saver)
-        self._calls.arm(saver, saver.modules)
+        self._calls.arm(saver, saver.modules, self._optimizers)
         self.armed = True
         self.options.armed()
         return saver

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_tiers.migrator.model.timing import HookTime
 from torch_tiers.migrator.offload.group import Claim, Saved
 from torch_tiers.migrator.offload.tensors import Tensors
+from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.program.sites import Modules, Place
 from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.recording.storages import Storages
@@ -32,10 +33,10 @@ class Calls(Protocol):
     def leave(self) -> None:
         """It returns, or raises."""
 
-    def arm(self, saver: OnStack, modules: Modules[Action], /) -> None:
+    def arm(self, saver: OnStack, modules: Modules[Action], optimizers: Optimizers, /) -> None:
         """Take the shortcut in this thread, in which the hooks of `saver` are; that is not kept alive.
 
-        `modules` are the saver's.
+        `modules` are the saver's. While hooks rest, only the first module after a step of `optimizers` is told of.
         """
 
 

@@ -19,8 +19,9 @@ namespace {
 // The saver of one thread, in that thread's own dictionary.
 struct Armed {
   PyObject_HEAD
-  PyObject *calls;  // of its session
-  PyObject *saver;  // a weak reference: a thread owns its saver, and takes it along
+  PyObject *calls;       // of its session
+  PyObject *optimizers;  // the session's
+  PyObject *saver;       // a weak reference: a thread owns its saver, and takes it along
   struct Own {
     PyObject *place = nullptr, *stack = nullptr, *nodes = nullptr;  // the saver's, for as long as that is there
     Slots slots;
@@ -29,10 +30,12 @@ struct Armed {
   void forget_weak() {}
   void clear() {
     Py_CLEAR(calls);
+    Py_CLEAR(optimizers);
     Py_CLEAR(saver);
   }
   int visit(visitproc visit, void *arg) {
     Py_VISIT(calls);
+    Py_VISIT(optimizers);
     Py_VISIT(saver);
     return 0;
   }
@@ -76,11 +79,11 @@ Armed *armed_here(PyObject *calls) {
   return armed && armed->calls == calls ? armed : nullptr;
 }
 
-// The saver, if its hooks are on; null if not. What else is known of it is there as long as this is held.
+// The saver; null if there is none. What else is known of it is there as long as this is held.
 THPObjectPtr saver_of(const Armed *armed) {
   if (!armed) return {};
   THPObjectPtr saver = own(PyWeakref_GetObject(armed->saver));
-  return saver.get() == Py_None || is_true(saver, names().resting) ? THPObjectPtr() : std::move(saver);
+  return saver.get() == Py_None ? THPObjectPtr() : std::move(saver);
 }
 
 // `Saver._bypass_or_not`.
@@ -108,7 +111,10 @@ PyObject *calls_enter(PyObject *self, PyObject *module) {
   if (torch::jit::tracer::getTracingState()) Py_RETURN_FALSE;  // see `_enter` of `runtime/entry.py`
   Armed *armed = armed_here(self);
   THPObjectPtr saver = saver_of(armed);
-  if (saver && PyList_GET_SIZE(armed->own.stack)) {
+  if (saver && is_true(saver, names().resting)) {
+    // The first module of the allocator's period is told of.
+    if (!is_true(armed->optimizers, names().period_due)) Py_RETURN_FALSE;
+  } else if (saver && PyList_GET_SIZE(armed->own.stack)) {
     const auto &[place, stack, nodes, slots] = armed->own;
     const bool recording = at(place, slots.place.recording) != Py_False;
     THPObjectPtr id(PyLong_FromVoidPtr(module));
@@ -132,7 +138,8 @@ PyObject *calls_leave(PyObject *self, PyObject *) {
   const Spent spent(kCalls);
   Armed *armed = armed_here(self);
   THPObjectPtr saver = saver_of(armed);
-  if (!saver || PyList_GET_SIZE(armed->own.stack) == 1) {  // an outermost module's call ends
+  const bool is_on = saver && !is_true(saver, names().resting);
+  if (!is_on || PyList_GET_SIZE(armed->own.stack) == 1) {  // an outermost module's call ends
     const Spent not_here(kKinds);
     return PyObject_CallNoArgs(reinterpret_cast<Calls *>(self)->leave);
   }
@@ -146,10 +153,10 @@ PyObject *calls_leave(PyObject *self, PyObject *) {
   END_HANDLE_TH_ERRORS
 }
 
-// arm(saver, modules): have calls in this thread take the shortcut; `modules` is the saver's.
+// arm(saver, modules, optimizers): have calls in this thread take the shortcut; `modules` is the saver's.
 PyObject *calls_arm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "arm(saver, modules)");
+  TORCH_CHECK_TYPE(count == 3, "arm(saver, modules, optimizers)");
   THPObjectPtr place(PyObject_GetAttrString(args[1], "place")), stack(PyObject_GetAttrString(args[1], "stack")),
       nodes(PyObject_GetAttrString(args[1], "nodes")), saver(PyWeakref_NewRef(args[0], nullptr));
   if (!place || !stack || !nodes || !saver) throw python_error();
@@ -159,6 +166,7 @@ PyObject *calls_arm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   THPObjectPtr held(reinterpret_cast<PyObject *>(armed));
   armed->saver = saver.release();
   hold(armed->calls, self);
+  hold(armed->optimizers, args[2]);
   armed->own = {place.get(), stack.get(), nodes.get(), slots};
   PyObject *of_thread = PyThreadState_GetDict();
   if (!of_thread || PyDict_SetItem(of_thread, names().calls, held)) throw python_error();

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.unit.natively import built
+from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.saved.tensors import Calls
@@ -26,7 +27,8 @@ class _Thread:
         self.long_way: list[str] = []
         self.saver = Saver(lambda device: None, lambda *_: None, lambda _: None, Allowance(), built())
         self.calls: Calls = built().calls(self._enter, self._leave)
-        self.calls.arm(self.saver, self.saver.modules)
+        self.optimizers = Optimizers()
+        self.calls.arm(self.saver, self.saver.modules, self.optimizers)
 
     def _enter(self, module: nn.Module) -> bool:
         self.long_way.append("enter")
@@ -73,6 +75,20 @@ def test_what_is_not_plain_takes_the_long_way() -> None:
     thread.calls.leave()
 
 
+def test_while_hooks_rest_only_the_first_module_after_a_step_is_told_of() -> None:
+    thread, net = _Thread(), _nested()
+    thread.saver.resting = True
+    for _ in range(2):
+        assert thread.calls.enter(net)
+        assert thread.long_way == ["enter"]
+        thread.long_way.clear()
+        thread.optimizers.period_due = False
+        assert not thread.calls.enter(net[0])
+        assert not thread.calls.enter(nn.Identity())
+        assert thread.long_way == []
+        thread.optimizers.period_due = True
+
+
 def _in_another_thread(work: Callable[[], object]) -> None:
     other = threading.Thread(target=work)
     other.start()
@@ -89,7 +105,7 @@ def test_each_thread_takes_the_shortcut_of_its_own_saver() -> None:
         thread.calls.enter(net[0])
         thread.calls.leave()
         assert thread.long_way == ["enter", "leave"], "it is not armed"
-        thread.calls.arm(other, other.modules)
+        thread.calls.arm(other, other.modules, thread.optimizers)
         other.enter(net)
         thread.calls.enter(net[1])
         assert other.place.here.path == "Sequential.1"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tests.unit.rig import Rig
+from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.saved import native
 from torch_tiers.migrator.saved.saver import Saver
@@ -28,6 +29,7 @@ def test_every_name_that_cpp_calls_is_a_method_or_attribute_of_what_it_is_called
         **dict.fromkeys(("drop", "note"), Saver),
         **dict.fromkeys(("inputs", "run", "makes"), Replay),
         **dict.fromkeys(("resting", "bypassed", "bypass", "aside"), OnStack()),
+        "period_due": Optimizers(),
     }
     header = Path(native.__file__).with_name("slots.h").read_text()
     assert set(NAMED.findall(header)) - ARGUMENTS == called_on.keys()
