@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 
 KiB = 1024
@@ -13,14 +14,22 @@ TiB = 1024 * GiB
 PAGE = 2 * MiB
 """Unit of accounting and alignment in the memory tiers: what CUDA maps virtual memory by."""
 
-_UNITS = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
-_LIKELY = {unit[0]: unit for unit in ("KiB", "MiB", "GiB", "TiB")}
+_UNITS = {
+    "b": 1,
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{letter: 1000**power for power, letter in enumerate("kmgt", 1)},
+}
 _MOST = 2**63  # past what any system counts in, and what can be written as a float
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 
 
 def parse_size(text: str | int) -> int:
-    """Read a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GiB"`` or ``"4096"`` (bytes).
+    """Read a size such as ``"24GiB"``, ``"512 MiB"``, ``"24GB"`` or ``"4096"`` (bytes).
+
+    KiB, MiB, GiB and TiB, or Ki to Ti, count in powers of 1024; KB, MB, GB and TB, or K to T, in powers of 1000.
 
     Returns
     -------
@@ -39,17 +48,39 @@ def parse_size(text: str | int) -> int:
         factor = 1 if not unit and "." not in number else _UNITS.get(unit.lower())
         if factor is not None and (size := Decimal(number) * factor) < _MOST:
             return int(size)
-    guess = f"; did you mean {likely}?" if (likely := likely_size(text)) else ""
-    raise ValueError(f'{text!r} is not a size: write bytes, or a number and KiB, MiB, GiB or TiB: "24GiB"{guess}')
+    raise ValueError(f'{text!r} is not a size: write bytes, or a number and a unit: "24GiB" or "24GB"')
 
 
-def likely_size(text: object) -> str | None:
-    """What ``24GB``, ``24G`` or ``24Gi``, which are no sizes, likely stand for: ``24GiB``."""
-    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None or (unit := _LIKELY.get(match[2][:1].upper())) is None:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of what a program needs, in percent: above 0, and 100 at most."""
+
+    percent: float
+
+    def __str__(self) -> str:
+        """Write it as the user does: ``60%``."""
+        return f"{self.percent:g}%"
+
+    def of(self, nbytes: int) -> int:
+        """Return this part of so many bytes."""
+        return int(nbytes * self.percent / 100)
+
+
+def parse_share(text: str) -> Share | None:
+    """Read a share such as ``"60%"``; None if it is none.
+
+    Raises
+    ------
+    ValueError
+        If it is not above 0, or above 100.
+    """
+    match = _SHARE.fullmatch(text.strip())
+    if match is None:
         return None
-    written = match[2].lower()
-    return match[1] + unit if written in (unit[0].lower(), unit[0].lower() + "b", unit[:2].lower()) else None
+    share = Share(float(match[1]))
+    if not 0 < share.percent <= 100:
+        raise ValueError(f"{text!r} is no share: write a percentage above 0 and up to 100, such as 60%")
+    return share
 
 
 def format_size(nbytes: int) -> str:

@@ -21,7 +21,7 @@ from torch_tiers.allocator.extensions.extension import CannotBuild
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.pinning import return_what_is_freed
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.sizes import format_size
+from torch_tiers.allocator.sizes import Share, format_size
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.drives import Drives
 from torch_tiers.launcher import processes, rank
@@ -78,7 +78,7 @@ class Session:
         self._pid = os.getpid()
         _check_policy(config.policy)
         if config.allocator == "pages":
-            paging.check_budget(config.hbm.capacity)
+            paging.check_budget(config.hbm.nbytes)
         self._run = run_directory.find(config)
         self._timeline = Timeline(rank=rank()) if self._run is not None else None
         self._losses = Losses() if self._run is not None else None
@@ -96,7 +96,8 @@ class Session:
                 policy=config.policy,
                 hbm=self._budget,
                 strict=config.hbm.strict,
-                enforce=config.hbm.capacity is not None and config.allocator != "pages",
+                enforce=config.hbm.nbytes is not None and config.allocator != "pages",
+                share=self._shares.settle if isinstance(config.hbm.capacity, Share) else None,
                 backing=self._make_backing,
                 tensors=self._tensors,
                 direct=self._direct_way,
@@ -121,10 +122,9 @@ class Session:
 
     def _budget(self, device: torch.device) -> int:
         """The HBM budget of a device, in bytes."""
-        pages = paging.installed()
         # What our allocator has reserved may lie in DRAM: where no budget is set, only it knows its own limit.
-        limit = pages.limit(device) if pages is not None and self._config.hbm.capacity is None else 0
-        return limit or self._shares.hbm(device)
+        pages = None if self._shares.has_budget(device) else paging.installed()
+        return (pages.limit(device) if pages is not None else 0) or self._shares.hbm(device)
 
     def _links(self) -> Links:
         shares = self._shares
@@ -168,7 +168,7 @@ class Session:
         """What earlier runs learned of programs on such a device, with that target."""
         config = self._config
         # Without a budget that is set the target is what is free, which differs from run to run.
-        if not config.plan_cache or config.hbm.capacity is None:
+        if not config.plan_cache or not self._shares.has_budget(device):
             return None
         named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         versions = version("torch-tiers"), torch.__version__
@@ -242,11 +242,11 @@ class Session:
         account = self._shares.account("dram", self._shares.dram)
         dram = self._shares.dram if account else self._shares.dram // 2
         try:
-            paging.install(self._config.hbm.capacity or 0, dram, account)
+            paging.install(self._config.hbm.nbytes or 0, dram, account)
         except TiersError as error:
             log.warning("%s; PyTorch's own allocator is used, with the migrator", error)
             self._config = replace(self._config, allocator="torch")
-            if self._config.hbm.capacity is not None:
+            if self._config.hbm.nbytes is not None:
                 self.runtime.options = replace(self.runtime.options, enforce=True)
 
     def close(self) -> None:
@@ -331,7 +331,7 @@ class Session:
 def describe(config: Config) -> str:
     """What was asked for, in a few words."""
     sizes = {"hbm": config.hbm.capacity, "dram": config.dram.capacity, "nvme": config.nvme.capacity}
-    said = [f"{tier} {format_size(size)}" for tier, size in sizes.items() if size is not None]
+    said = [f"{tier} {n if isinstance(n, Share) else format_size(n)}" for tier, n in sizes.items() if n is not None]
     return ", ".join([f"allocator {config.allocator}", f"policy {config.policy}", *said])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_tiers.allocator.sizes import PAGE, format_size
+from torch_tiers.allocator.sizes import PAGE, Share, format_size
 from torch_tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
 from torch_tiers.config_sources import from_arguments, from_environment, from_file, from_user, said
 
@@ -34,11 +34,17 @@ __all__ = [
 class HbmConfig:
     """``[hbm]``: bytes per GPU; None means all that is free less a margin.
 
-    With `strict` not even the first steps take more, though more is free.
+    A share is of what the program's step needs with everything kept: until the first plan tells, it has all. With
+    `strict` not even the first steps take more than the budget, though more is free.
     """
 
-    capacity: int | None = None
+    capacity: int | Share | None = None
     strict: bool = False
+
+    @property
+    def nbytes(self) -> int | None:
+        """The budget in bytes, where it is set so."""
+        return None if isinstance(self.capacity, Share) else self.capacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.sizes import likely_size, parse_size
+from torch_tiers.allocator.sizes import Share, parse_share, parse_size
 from torch_tiers.log import LEVELS
 from torch_tiers.migrator.policies import MODULES
 
@@ -37,19 +37,15 @@ class Parser:
         What it accepts, in words for an error message.
     choices
         All that it accepts, where that is a few words.
-    likely
-        What a text that it does not accept may stand for, where that can be told.
     """
 
     parse: Callable[[object], object]
     accepts: str
     choices: tuple[str, ...] = ()
-    likely: Callable[[object], str | None] = lambda raw: None
 
     def guess(self, raw: object) -> str:
         """``"; did you mean x?"`` for the accepted text nearest to `raw`, or nothing when none is near."""
-        likely = self.likely(raw)
-        return f"; did you mean {likely}?" if likely else nearest(str(raw), self.choices)
+        return nearest(str(raw), self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +96,10 @@ def _size(raw: object) -> int:
     return parse_size(raw)
 
 
-def _size_or_all(raw: object) -> int | None:
-    return None if isinstance(raw, str) and raw.strip().lower() == "all" else _size(raw)
+def _budget(raw: object) -> int | Share | None:
+    if not isinstance(raw, str):
+        return _size(raw)
+    return None if raw.strip().lower() == "all" else parse_share(raw) or _size(raw)
 
 
 def _flag(raw: object) -> bool:
@@ -155,8 +153,8 @@ def _one_of(choices: tuple[str, ...]) -> Parser:
     return Parser(parse, "one of " + ", ".join(choices), choices)
 
 
-SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative', likely=likely_size)
-SIZE_OR_ALL = Parser(_size_or_all, f'{SIZE.accepts}, or "all"', likely=likely_size)
+SIZE = Parser(_size, 'a size such as "24GiB", "24GB" or a number of bytes, not negative')
+BUDGET = Parser(_budget, f'{SIZE.accepts}; a share of what the program needs, such as "60%"; or "all"')
 FLAG = Parser(_flag, "true or false (in the environment also 1 or 0)")
 RATE = Parser(bytes_a_second, "bytes per second, at least 1e6: 55e9 for 55 GB/s")
 PATH = Parser(_path, "a path")
@@ -165,7 +163,7 @@ PATHS = Parser(_paths, f"directories: a list, or one text with {os.pathsep!r} be
 KEYS = (
     Key("allocator", _one_of(ALLOCATORS), "TIERS_ALLOCATOR"),
     Key("policy", _one_of(KNOWN_POLICIES), "TIERS_POLICY"),
-    Key("hbm.capacity", SIZE_OR_ALL, "TIERS_HBM"),
+    Key("hbm.capacity", BUDGET, "TIERS_HBM"),
     Key("hbm.strict", FLAG, "TIERS_HBM_STRICT"),
     Key("dram.capacity", SIZE, "TIERS_DRAM"),
     Key("nvme.capacity", SIZE, "TIERS_NVME"),

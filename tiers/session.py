@@ -61,7 +61,7 @@ class session(contextlib.AbstractContextManager[Session]):
     policy : str, optional
         ``auto``, ``keep`` (nothing moves), ``move`` (everything does), or one that ``tiers plan --help`` lists.
     hbm : int or str, optional
-        Budget per GPU, such as ``"24GiB"``, or ``"all"``.
+        Budget per GPU, such as ``"24GiB"``; a share of what the program needs, such as ``"60%"``; or ``"all"``.
     hbm_strict : bool, optional
         Whether the first steps stay within `hbm`, too, where `nvme` would have to take what they save and HBM is free.
     dram, nvme : int or str, optional

@@ -13,7 +13,7 @@ import torch
 from torch_tiers.allocator.holders import Claims
 from torch_tiers.allocator.host.ledger import Account, Ledger
 from torch_tiers.allocator.host.room import Room
-from torch_tiers.allocator.sizes import PAGE, GiB, MiB
+from torch_tiers.allocator.sizes import PAGE, GiB, MiB, Share, format_at_least, format_size
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.launcher import processes
 from torch_tiers.places import LEDGERS, of_user
@@ -53,17 +53,32 @@ class Shares:
         parts = 1 if self.ledger else self.ranks
         self.claims = Claims()
         self._hbm = config.hbm.capacity
+        self._settled: dict[torch.device, int] = {}  # budgets that are a share of what a program needs
         self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // parts
         self.nvme = (config.nvme.capacity or 0) // parts if config.nvme.paths else 0
 
     def hbm(self, device: torch.device) -> int:
-        """The HBM budget of a device, in bytes: all that is free where none is set."""
-        if self._hbm is not None:
+        """The HBM budget of a device, in bytes: all that is free where none is set, or not known yet."""
+        if device in self._settled:
+            return self._settled[device]
+        if isinstance(self._hbm, int):
             return self._hbm
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             return free + torch.cuda.memory_reserved(device) - MARGIN
         return read_memory().room
+
+    def has_budget(self, device: torch.device) -> bool:
+        """Whether a device has less than all that is free."""
+        return isinstance(self._hbm, int) or device in self._settled
+
+    def settle(self, device: torch.device, needed: int) -> int:
+        """The HBM budget of a device from now on, of which an iteration needs so many bytes with everything kept."""
+        assert isinstance(self._hbm, Share)
+        budget = self._settled[device] = self._hbm.of(needed)
+        text = "an iteration needs %s of hbm on %s with everything kept, so the budget is %s from now on (%s of that)"
+        log.info(text, format_at_least(needed), device, format_size(budget), self._hbm)
+        return budget
 
     def account(self, tier: str, capacity: int) -> Account | None:
         """Where what is taken of a tier is claimed; None without a ledger."""

@@ -61,6 +61,8 @@ class Learner:
         Plans of earlier runs of the program.
     warned : set of str, optional
         Warnings that were given already: the threads of a device come and go, and one warning is enough.
+    begun : int
+        Iterations of the program before, which logs count.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Learner:
         budget: int | None = None,
         plan_cache: PlanCache | None = None,
         warned: set[str] | None = None,
+        begun: int = 0,
     ) -> None:
         self._target = target
         self._cached = CachedRun(plan_cache, target)
@@ -83,7 +86,7 @@ class Learner:
         self._in_force = PlansInForce(target if budget is None else budget, set() if warned is None else warned)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
-        self._iterations = 0
+        self._iterations = begun
         self._whole = False  # whether any iteration was
         self._afresh = False  # whether something was recorded since plans were taken over
         self._due = False  # whether plans are to be asked for, for what was recorded

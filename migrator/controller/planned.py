@@ -10,7 +10,7 @@ from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
-from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.simulator import Simulated, simulate
 
 GAIN = 0.002  # of the step: what other plans have to promise, as to begin with one costs steps of seconds
@@ -98,6 +98,11 @@ def plan_all(policy: Policy, request: PlanRequest, *, must_fit: bool = True) -> 
     if request.present:
         planned = [_better(*each, links) for each in zip(planned, request.present, request.traces, strict=True)]
     return tuple(planned)
+
+
+def needs(trace: Trace, links: Links) -> int:
+    """Return the bytes of HBM that an iteration needs if everything stays there."""
+    return simulate(trace, links, POLICIES["keep"](trace, trace.saved_bytes, links)).peak["hbm"]
 
 
 def predict_all(plans: Sequence[Plan], request: PlanRequest) -> tuple[PlannedIteration, ...]:

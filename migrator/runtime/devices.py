@@ -61,6 +61,8 @@ class Device:
         See `Learner`.
     log : DeviceLog or None
         Is told what groups do; made once the budget is known.
+    settled : bool
+        Whether the budget is final, as far as this program goes: else it is to be a share of what an iteration needs.
     """
 
     compute: Compute
@@ -73,6 +75,7 @@ class Device:
     links: Links = PCIE_GEN5
     warned: set[str] = field(default_factory=set)
     log: DeviceLog | None = None
+    settled: bool = True
 
     @property
     def room(self) -> int:
@@ -174,6 +177,7 @@ class Devices:
             budget=shared.room,
             plan_cache=options.plan_cache(device, target),
             warned=shared.warned,
+            begun=self._counters.iterations,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None
         keeps = options.policy == "keep"
@@ -191,6 +195,33 @@ class Devices:
         """
         with self._lock:
             return self.opened.get(device) or self._open(device, options)
+
+    def settle(self, device: torch.device, needed: int, options: Options) -> None:
+        """Give a device its budget, if that is a share of what an iteration needs, from now on.
+
+        Movers that were made before have another one.
+        """
+        assert options.share is not None
+        with self._lock:
+            shared, pages = self.opened[device], options.pages() if device.type == "cuda" else None
+            budget = min(options.share(device, needed), shared.budget)
+            if pages is not None:
+                pages.withhold(device, shared.beside + shared.budget - budget)
+                self._withheld[device] = pages
+            if shared.log is not None:
+                shared.log.budget = budget
+            self.opened[device] = shared = replace(shared, budget=budget, settled=True)
+            if device.type == "cuda" and pages is None:
+                self._limit(device, shared)
+
+    def _limit(self, device: torch.device, shared: Device) -> None:
+        """Have PyTorch's allocator stay within the budget, unless there is no room below HBM."""
+        if not self._short:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, shared.room / total), device)
+            self._limited.add(device)
+            if self._short:  # for another thread found so since that was asked
+                self._lift_limits()
 
     def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
         """Return bytes beyond the budget for the first steps, if a drive would have to take all that they save.
@@ -226,7 +257,7 @@ class Devices:
                     del self._loans[device]
 
     def _open(self, device: torch.device, options: Options) -> Device:
-        budget = options.hbm(device)
+        budget, settled = options.hbm(device), options.share is None
         pages = options.pages() if device.type == "cuda" else None
         memory = None if pages is None else Memory(pages.peaks(device), off_sequence, partial(pages.tidy, device))
         shared = open_device(device, self._counters, budget, memory)
@@ -234,16 +265,12 @@ class Devices:
             shared = replace(shared, holes=holes(device))
         shared = self._with_direct_way(shared, device, options)
         log = DeviceLog(str(device), self._counters, budget, shared.beside, options.below)
-        shared = replace(shared, log=log)
+        shared = replace(shared, log=log, settled=settled)
         if pages is not None and shared.beside:
             pages.withhold(device, shared.beside)
             self._withheld[device] = pages
-        if device.type == "cuda" and options.enforce and not self._short:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, shared.room / total), device)
-            self._limited.add(device)
-            if self._short:  # for another thread found so since that was asked
-                self._lift_limits()
+        if device.type == "cuda" and options.enforce:
+            self._limit(device, shared)
         self.opened[device] = shared
         return shared
 

@@ -54,6 +54,9 @@ class Options:
         Returns the HBM budget of a device, in bytes.
     enforce : bool
         Whether PyTorch's allocator refuses what exceeds the budget.
+    share : callable, optional
+        Returns the budget of a device by what an iteration needs there with everything kept, in bytes, if it is a share
+        of that; until then `hbm` is all that is free.
     backing : callable
         Makes the backing when the first tensor is about to move; receives whether a GPU copies to and from it.
     tensors : callable
@@ -90,6 +93,7 @@ class Options:
     backing: Callable[[Counters, bool], Backing]
     tensors: Callable[[], HookTensors]
     strict: bool = False
+    share: Callable[[torch.device, int], int] | None = None
     direct: Callable[[torch.device], DirectWay | None] = lambda device: None
     refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None

@@ -31,6 +31,7 @@ from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
+from torch_tiers.migrator.runtime.share_of_need import settle
 from torch_tiers.migrator.runtime.state_room import state_rooms
 from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
@@ -248,9 +249,8 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._progress.steps
         advice = self._advice.iteration_over(saver.movers.armed)
         changed = False
-        host = (
-            None if self._tensors is None else self._time.iteration_over(self._tensors.spent(), self._counters.blocked)
-        )
+        hooks = None if self._tensors is None else self._tensors.spent()
+        host = None if hooks is None else self._time.iteration_over(hooks, self._counters.blocked)
         pages = self.options.pages()
         for mover in saver.movers.armed:
             device = mover.engine.compute.device
@@ -274,10 +274,10 @@ class Runtime:
                 self._devices.pay_back(mover.engine.compute.device)
         if pages is not None and (new := [mover for mover in movers if mover.plans.take_news()]):
             self._tell_pages(pages, saver, new)
-        if changed:
-            if not self.closed:  # else they are never carried out
-                self._progress.note_plans(movers)
-            saver.adopt(action for mover in movers for action in mover.actions())
+        if changed and not self.closed:  # else they are never carried out
+            self._progress.note_plans(movers)
+        if settle(saver.movers, self._devices, self.options) or changed:
+            saver.adopt(action for mover in saver.movers.armed for action in mover.actions())
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.

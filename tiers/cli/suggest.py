@@ -33,7 +33,8 @@ class SuggestVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Plan for several budgets and print what they come to."""
-        from torch_tiers.planning.suggest import best, needs, offers, render, to_json
+        from torch_tiers.migrator.controller.planned import needs
+        from torch_tiers.planning.suggest import best, offers, render, to_json
 
         trace, links, below = trace_and_links(args.trace, {}, args.dram)
         if not (trace.times and trace.others):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_tiers.allocator.sizes import format_at_least, format_size
+from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
-from torch_tiers.planning.suggest import needs
 from torch_tiers.planning.why import LATE, Why
 
 

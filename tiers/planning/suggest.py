@@ -13,8 +13,6 @@ from rich.table import Table
 from torch_tiers.allocator.sizes import MiB, format_at_least, format_size, round_up
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
-from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.migrator.simulator import simulate
 from torch_tiers.planning.compare import Candidate, Refused, compare
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -60,11 +58,6 @@ class Offer:
         return None if self.speed else f"the plan fills {format_size(self.outcome.result.peak['hbm'])} of hbm"
 
 
-def needs(trace: Trace, links: Links) -> int:
-    """Return the bytes of HBM that an iteration needs if everything stays there."""
-    return simulate(trace, links, POLICIES["keep"](trace, trace.saved_bytes, links)).peak["hbm"]
-
-
 def offers(
     trace: Trace, needed: int, links: Links, policy: str, *, free: float, below: int | None = None
 ) -> list[Offer]:
@@ -73,7 +66,7 @@ def offers(
     Parameters
     ----------
     needed : int
-        See `needs`.
+        Bytes of HBM that an iteration needs with everything kept.
     free : float
         The part of a budget that a run leaves free: TIERS_HBM is larger than what plans fill.
     below : int or None

@@ -15,7 +15,7 @@ from torch_tiers.allocator.sizes import (
     TiB,
     format_at_least,
     format_size,
-    likely_size,
+    parse_share,
     parse_size,
     round_up,
 )
@@ -39,7 +39,7 @@ def test_a_size_is_read(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "much", "24GB", "24 G", "-1GiB", -1, "1.5", "1e9", "GiB", True, None, 1.5, "٣"])
+@pytest.mark.parametrize("text", ["", "much", "24GX", "24Gbit", "-1GiB", -1, "1.5", "1e9", "GiB", True, None, 1.5, "٣"])
 def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
     with pytest.raises(ValueError, match="24GiB"):
         parse_size(text)  # type: ignore[arg-type]
@@ -51,15 +51,27 @@ def test_what_no_system_counts_in_is_no_size(text: str | int) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize("text", ["24GB", "24G", "24gb", "24 Gi", " 24g "])
-def test_a_unit_that_is_nearly_right_is_guessed(text: str) -> None:
-    with pytest.raises(ValueError, match=r"did you mean 24GiB\?"):
-        parse_size(text)
+@pytest.mark.parametrize("text", ["24GB", "24G", "24gb", "24000 MB", "24.0 g"])
+def test_units_without_an_i_are_powers_of_a_thousand(text: str) -> None:
+    assert parse_size(text) == 24_000_000_000
 
 
-@pytest.mark.parametrize("text", ["24", "24GX", "24Gbit", "much", "24b", 24])
-def test_what_is_not_nearly_right_is_not_guessed(text: object) -> None:
-    assert likely_size(text) is None
+@pytest.mark.parametrize("text", ["24GiB", "24Gi", "24gi", "24576 Mi"])
+def test_units_with_an_i_are_powers_of_1024(text: str) -> None:
+    assert parse_size(text) == 24 * GiB
+
+
+def test_a_share_is_written_as_it_is_read() -> None:
+    share = parse_share(" 62.5 % ")
+    assert share is not None
+    assert (str(share), share.of(1000)) == ("62.5%", 625)
+    assert parse_share("24GiB") is None
+
+
+@pytest.mark.parametrize("text", ["0%", "101%"])
+def test_a_share_of_nothing_or_of_more_than_all_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 60%"):
+        parse_share(text)
 
 
 @pytest.mark.parametrize(

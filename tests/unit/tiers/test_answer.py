@@ -10,12 +10,12 @@ import pytest
 from tests.unit.modelled import gpt
 from tests.unit.tiers.test_cli import STATS
 from torch_tiers.allocator.sizes import GiB, format_at_least
+from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
 from torch_tiers.planning.answer import Answer, answer_of, render
-from torch_tiers.planning.suggest import needs
 from torch_tiers.planning.why import why
 
 MODEL = gpt(blocks=6)

@@ -12,11 +12,12 @@ from tests.unit.modelled import gpt
 from tests.unit.tiers.test_cli import STATS
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.cli.main import main
+from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import LAYOUTS
 from torch_tiers.planning.compare import Candidate
-from torch_tiers.planning.suggest import FAST, Offer, best, needs, offers
+from torch_tiers.planning.suggest import FAST, Offer, best, offers
 
 MODEL = gpt(blocks=6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
 from torch_tiers.migrator.policies import MODULES
 from torch_tiers.planning.html.budgets import budgets
@@ -16,7 +17,7 @@ from torch_tiers.planning.html.planned import NO_PLAN, Planned
 from torch_tiers.planning.html.prediction import prediction
 from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.html.steps import steps
-from torch_tiers.planning.suggest import Offer, needs, offers
+from torch_tiers.planning.suggest import Offer, offers
 
 
 def sections(stats: Mapping[str, Any], history: History | str, plan: Planned | None) -> list[Section]:

@@ -56,7 +56,13 @@ def test_a_limit_that_is_set_while_another_thread_lifts_all_is_lifted_as_well(
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
     links = SimpleNamespace(staged=made.links)
     options = SimpleNamespace(
-        below=dict, hbm=lambda device: 50, pages=lambda: None, enforce=True, direct=lambda _: None, links=links
+        share=None,
+        below=dict,
+        hbm=lambda device: 50,
+        pages=lambda: None,
+        enforce=True,
+        direct=lambda _: None,
+        links=links,
     )
     every._open(GPU, options)
     assert fractions == [0.5, 1.0]
@@ -125,6 +131,7 @@ def test_what_lies_beside_an_allocator_is_within_the_budget(
     for pages, enforce in ((None, True), (allocator, False)):
         every: Any = Devices(Counters())
         options = SimpleNamespace(
+            share=None,
             below=dict,
             hbm=lambda device: 50,
             pages=lambda pages=pages: pages,

@@ -1,0 +1,94 @@
+"""A budget that is a share of what the program needs, which its first plan tells."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_tiers as tiers
+from tests.scenarios import bits, gradients, perceptron, train
+from torch_tiers.assembly import Session
+
+CPU = torch.device("cpu")
+DEPTH, STEPS = 8, 12
+
+
+def open_session(hbm: str) -> tiers.session:
+    return tiers.session(allocator="torch", hbm=hbm, dram="256MiB", plan_cache=False)
+
+
+def trained() -> list[bytes]:
+    torch.manual_seed(0)
+    return bits(train(perceptron(CPU, depth=DEPTH), CPU, steps=STEPS))
+
+
+def predicted_peak(session: Session) -> int:
+    saver = session.runtime.saver()
+    assert saver is not None
+    (mover,) = saver.movers.armed
+    (predicted,) = mover.learner.predictions
+    assert predicted is not None
+    return predicted.peak["hbm"]
+
+
+def budget(session: Session) -> int:
+    return int(session.stats()["budget"]["hbm"])
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[bytes]:
+    return trained()
+
+
+@pytest.fixture(scope="module")
+def needed() -> int:
+    with open_session("all") as session:
+        trained()
+        return predicted_peak(session)
+
+
+def test_plans_keep_to_the_share_and_results_are_the_same(plain: list[bytes], needed: int) -> None:
+    with open_session("60%") as session:
+        assert trained() == plain
+        assert budget(session) == pytest.approx(0.6 * needed, rel=0.01)
+        assert predicted_peak(session) <= budget(session)
+
+
+def test_until_the_first_plan_it_has_all(needed: int) -> None:
+    with open_session("60%") as session:
+        perceptron(CPU, depth=DEPTH)(torch.randn(16, 128)).sum().backward()
+        assert budget(session) > 10 * needed
+
+
+def test_a_graph_from_before_that_is_alive_comes_back_as_it_was() -> None:
+    def program() -> list[Tensor]:
+        model = perceptron(CPU, depth=DEPTH)
+        early = model(torch.randn(2048, 128, generator=torch.Generator().manual_seed(7))).square().mean()
+        other = perceptron(CPU, depth=DEPTH, seed=1)
+        results = train(other, CPU, steps=STEPS)
+        early.backward()
+        return [*results, *gradients(model)]
+
+    expected = bits(program())
+    with open_session("60%"):
+        assert bits(program()) == expected
+
+
+def test_every_thread_keeps_to_the_share(plain: list[bytes], needed: int) -> None:
+    with open_session("60%") as session:
+        seen: list[tuple[bool, int]] = []
+
+        def work() -> None:
+            for _ in range(2):
+                same = trained() == plain
+            seen.append((same, predicted_peak(session)))
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        assert all(same and peak <= budget(session) for same, peak in seen), seen
+        assert len(seen) == 2
