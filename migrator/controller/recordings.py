@@ -18,7 +18,7 @@ from torch_tiers.migrator.model.trace import Trace
 ITERATIONS_AFTER_MISPREDICTION = 4
 """Recorded in one look, when one was of another kind: programs alternate between kinds of iterations."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # iterations from one look to the next
+FIRST_PAUSE, LONGEST_PAUSE = 32, 2048  # iterations from one look to the next; a look may take as long as 20
 LONGER = 4  # each pause is so many times the one before
 OUTGROWN = 2  # looks in a row in which a kind stayed much smaller than its trace, before that is replaced
 KINDS = 8  # kinds of iterations that are remembered
