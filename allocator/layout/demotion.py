@@ -29,14 +29,15 @@ def demote_or_promote(
 ) -> tuple[list[int], list[int]]:
     """Blocks to demote to DRAM, the largest first, or blocks to promote to HBM, the smallest first.
 
-    State is demoted before weights, and promoted after them. Of weights those are taken that lie evenly among the rest.
+    Of state that is enough by itself the smallest is demoted: all of it is read over the link once a step. State is
+    demoted before weights, and promoted after them. Of weights those are taken that lie evenly among the rest.
 
     Parameters
     ----------
     residents : sequence of Resident
         All state, and the weights that may be streamed, in the order of the model.
     short : int
-        Bytes of DRAM that other blocks took in the last period: so many of these have to make room.
+        Bytes for which the last period had no room in HBM: so many of these have to make room.
     spare : int
         Bytes of HBM that nothing was mapped on in the last period.
     budget : int
@@ -53,10 +54,12 @@ def demote_or_promote(
     state = sorted((block for block in residents if not block.is_weight), key=attrgetter("nbytes"))
     if short > 0:
         demote = []
-        for block in reversed(state):
-            if short > 0 and block.in_dram < block.nbytes:
-                demote.append(block.address)
-                short -= block.nbytes - block.in_dram
+        left = sorted((block.nbytes - block.in_dram, block.address) for block in state if block.in_dram < block.nbytes)
+        while short > 0 and left:
+            enough = (place for place, (in_hbm, _) in enumerate(left) if in_hbm >= short)
+            freed, address = left.pop(next(enough, -1))
+            demote.append(address)
+            short -= freed
         in_hbm = [block for block in weights if block.in_dram < block.nbytes]
         chosen = evenly([block.nbytes - block.in_dram for block in in_hbm], short)
         return [*demote, *(in_hbm[place].address for place in chosen)], []

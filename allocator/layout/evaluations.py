@@ -39,11 +39,23 @@ class Evaluations:
         self._at_step: AtStep | None = None  # when the last optimizer had stepped
         self._last: Log | None = None  # the last period's log without what was cut off; None if it was not cut
         self._before: Log | None = None  # the same of the one before
+        self._late = False  # whether the last period told of more after its steps than in them
 
     def step_over(self) -> None:
         """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
         now = self._core.glance()
         self._at_step = AtStep(now.requests, now.departed, now.dram, now.spilled_so_far)
+
+    def needed(self, dram: int, spilled: int) -> int:
+        """Bytes of `spilled` that training had no room for; ask before `period_over`.
+
+        What only pages of the layout went to after the steps, in one period alone, is an evaluation's: the next step
+        maps them again.
+        """
+        at_step = self._at_step
+        late = at_step is not None and dram <= at_step.dram and spilled > at_step.spilled
+        is_evaluation, self._late = late and not self._late, late
+        return at_step.spilled if at_step is not None and is_evaluation else spilled
 
     def period_over(self, dram: int, *, may_be: bool) -> AtStep | None:
         """The period has ended, with `dram` bytes of DRAM mapped: cut off what came after its steps, if it has to be.
@@ -72,8 +84,8 @@ class Evaluations:
         return at_step
 
     def forget_step(self) -> None:
-        """A period has ended that is not cut, nor was the one before."""
-        self._at_step = None
+        """A period has ended that is not cut, nor was the one before, and for which HBM had room."""
+        self._at_step, self._late = None, False
 
     @property
     def has_cut(self) -> bool:

@@ -137,7 +137,8 @@ class Periods:
     def _look(self, now: Glance, departed_before: int, alone: bool) -> bool:
         """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
         core, watch, kinds = self.core, self._watch, self._kinds
-        departed, dram, spilled = now.departed, now.dram, now.spilled
+        departed, dram = now.departed, now.dram
+        spilled = self._evaluations.needed(dram, now.spilled) if alone else now.spilled
         new_plans = self._new_plans  # read once: what another thread sets from here on is for the period after
         cut = self._evaluations.period_over(dram, may_be=alone and new_plans is None)
         if cut is not None:

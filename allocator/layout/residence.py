@@ -44,10 +44,13 @@ class Residence:
         self.spilled = False
         # Periods in a row with anything in DRAM, those with an overflow, and forwards.
         self._periods = self._overflows = self._passes = 0
+        self._promoted = False  # whether what moved last was promoted
+        self._patience = PATIENCE  # periods before more is promoted: twice as many each time that it was in vain
 
     def forget(self) -> None:
         """Take note that plans change: the periods before them say nothing of those to come."""
         self._periods = self._overflows = 0
+        self._patience = PATIENCE
 
     def in_dram(self, address: int) -> bool:
         """Whether a block, or a part of it, lies in DRAM."""
@@ -81,7 +84,7 @@ class Residence:
         if not alone:
             return False
         if not spilled:
-            return self._periods >= PATIENCE and self._move_some(self._weights(), 0)
+            return self._periods >= self._patience and self._move_some(self._weights(), 0)
         weights = self._weights()
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
         # that takes tens of times as long. So does mapping pages anew.
@@ -123,6 +126,10 @@ class Residence:
                     break
                 moved += 1
         if moved:
+            if demote and self._promoted:
+                self._patience *= 2
+                self._periods = 0
+            self._promoted = not demote
             text = "%d blocks of state and weights now lie in %s, to keep in hbm what is used more"
             log.info(text, moved, "dram" if demote else "hbm")
         else:

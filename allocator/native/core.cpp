@@ -210,6 +210,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
     if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_reserved && heap.get() == but))
       there += heap->idle_pages(tier);
   if (there < goal) return fail(Status::Full, "no idle pages");
+  const uint64_t before = layout.heap ? layout.heap->unmaps() : 0;
   for (bool itself : {false, true}) {
     if (itself && is_reserved) break;
     for (auto &[base, heap] : heaps) {
@@ -219,7 +220,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
       if (status != Status::Ok) return status;
     }
   }
-  if (!off_sequence) count_displaced();
+  if (!off_sequence && layout.heap && layout.heap->unmaps() != before) count_displaced();
   return missing() ? fail(Status::Full, "no idle pages") : Status::Ok;
 }
 

@@ -211,16 +211,20 @@ Status Heap::unmap_idle(Tier tier, uint64_t count) {
   return Status::Ok;
 }
 
-Status Heap::unmap_idle_outside(uint64_t address, uint64_t bytes) {
-  std::vector<std::pair<uint64_t, uint64_t>> all(free_.begin(), free_.end());
-  for (auto &[size, at] : all) {
+std::vector<Range> Heap::idle_outside(uint64_t address, uint64_t bytes) const {
+  std::vector<Range> found;
+  for (auto &[size, at] : free_) {
     uint64_t begin = up(at, page_), end = down(at + size, page_);
-    for (auto [from, to] :
-         {std::make_pair(begin, std::min(end, address)), std::make_pair(std::max(begin, address + bytes), end)}) {
-      if (from >= to) continue;
-      Status status = unmap(from, (to - from) / page_);
-      if (status != Status::Ok) return status;
-    }
+    for (Range part : {Range{begin, std::min(end, address)}, Range{std::max(begin, address + bytes), end}})
+      if (part.begin < part.end) found.push_back(part);
+  }
+  return found;
+}
+
+Status Heap::unmap_idle_outside(uint64_t address, uint64_t bytes) {
+  for (const Range &part : idle_outside(address, bytes)) {
+    Status status = unmap(part.begin, (part.end - part.begin) / page_);
+    if (status != Status::Ok) return status;
   }
   return Status::Ok;
 }

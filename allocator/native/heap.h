@@ -77,7 +77,9 @@ class Heap {
   uint64_t idle_pages(Tier tier) const;
   // Unmap up to `count` of them, from the largest blocks first. Nothing may be at work on them.
   Status unmap_idle(Tier tier, uint64_t count);
-  // Unmap the whole free pages outside of `[address, address + bytes)`. Nothing may be at work on them.
+  // The whole free pages outside of `[address, address + bytes)`.
+  std::vector<Range> idle_outside(uint64_t address, uint64_t bytes) const;
+  // Unmap those. Nothing may be at work on them.
   Status unmap_idle_outside(uint64_t address, uint64_t bytes);
 
   // A run of `bytes` without blocks in use: of all such runs the one with the most mapped. False if there is none.

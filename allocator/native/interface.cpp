@@ -234,8 +234,6 @@ void tn_mark(tn_core *core, tn_glance *out) {
   core->log[0].events = core->log[0].sum = 0;
   ++core->period;
   core->spilled_before = std::exchange(core->spilled_most, core->spilled);
-  if (core->layout.displaced)  // the present period may take no more pages from the region
-    core->layout.displaced = core->layout.heap->unmapped(core->layout.base, core->layout.total);
   core->no_growth = 0;
   core->layout.came = core->layout.next;
   core->layout.next = 0;

@@ -58,21 +58,21 @@ Block *tn_core::laid_out(uint64_t bytes, Stream stream, Heap **out) {
   uint64_t offset = layout.sequences[layout.present].offsets[request];
   if (offset == kElsewhere) return nullptr;
   *out = layout.heap;
-  if (layout.displaced) make_room_in_region(layout.base + offset, bytes);
+  make_room_in_region(layout.base + offset, bytes);
   Block *block = layout.heap->place(layout.base + offset, bytes);
   ++(block ? stats.planned : stats.misplaced);
   return block;
 }
 
-// What the layout's region lacks now, as other requests took its pages, is mapped again when its turn comes: HBM has no
-// room for both. Steps of such a program map and unmap hundreds of pages each, and wait for the device.
+// Other requests have just taken pages of the layout's region. What that lacks now is mapped again when its turn comes:
+// HBM has no room for both. Steps of such a program map and unmap hundreds of pages each, and wait for the device.
 void tn_core::count_displaced() {
-  layout.displaced = layout.heap ? layout.heap->unmapped(layout.base, layout.total) : 0;
-  spilled_most = std::max(spilled_most, spilled + int64_t(layout.displaced));
+  spilled_most = std::max(spilled_most, spilled + int64_t(layout.heap->unmapped(layout.base, layout.total)));
 }
 
-// Unmap idle pages of other heaps for those that this place of the region lacks. Without, the request would lie beside
-// its place, where it takes further pages from the region, or in DRAM.
+// Unmap idle pages, of other heaps and beside the region, for those that this place of the region lacks, whoever took
+// them. Without, the request would lie beside its place, where it takes further pages from the region, or in DRAM, and
+// so would those of all later periods: nothing departs from the layout.
 void tn_core::make_room_in_region(uint64_t address, uint64_t bytes) {
   const uint64_t begin = address / page * page, end = (address + bytes + page - 1) / page * page;
   const uint64_t goal = layout.heap->unmapped(begin, end - begin) / page;
@@ -81,6 +81,9 @@ void tn_core::make_room_in_region(uint64_t address, uint64_t bytes) {
     if (goal <= available) return;
     if (heap.get() != layout.heap && unmap_idle(*heap, kHbm, goal - available) != Status::Ok) return;
   }
+  if (goal <= pages[kHbm].available() || layout.heap->idle_outside(layout.base, layout.total).empty()) return;
+  if (wait_for_readers(layout.heap->stream()) == Status::Ok)
+    layout.heap->unmap_idle_outside(layout.base, layout.total);  // what this does not free lies in DRAM
 }
 
 // `visits` has an entry for each page of the region.

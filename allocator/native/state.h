@@ -53,10 +53,9 @@ struct Layout {
   std::vector<Sequence> sequences;   // of which each period is one
   size_t present = 0;                // as far as its requests tell
   size_t next = 0;
-  size_t came = 0;         // `next`, at the end of the last period
-  size_t back = kNone;     // where it went on before it last jumped ahead
-  size_t lost = 0;         // grows with each unpredicted request, shrinks with each predicted one
-  uint64_t displaced = 0;  // bytes of the region that other requests had last taken the pages of
+  size_t came = 0;      // `next`, at the end of the last period
+  size_t back = kNone;  // where it went on before it last jumped ahead
+  size_t lost = 0;      // grows with each unpredicted request, shrinks with each predicted one
 
   bool followed() const { return lost < kLost; }
 };

@@ -5,7 +5,8 @@
   room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
   most.
 - An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
-  tells of bytes for which HBM had no room, iteration after iteration; that reduces the budget as long as it helps.
+  tells of bytes for which HBM had no room, iteration after iteration; that reduces the budget as long as it helps, and
+  a few times at most.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PRESSED = 0.03  # of the target: by so much the budget is cut when the allocator
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
 TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
-CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
+CUTS = 3  # of the budget for flushes, and as many for overflow, after which these are not the plan's
 LAID_OUT = 2  # iterations under new plans until memory is laid out for them
 SPILLS = 2  # iterations in a row, after those, for which HBM had no room: lengths may alternate
 PRESSES = 4  # of the last SURE iterations with a flush: there is too little room, and by then the pace is known
@@ -50,6 +51,8 @@ class Budget:
         self._highest = 0  # of the peaks under the present plans
         self._flushes: list[bool] = []  # for the last `SURE` of these iterations, whether the allocator flushed
         self._spills = 0  # of these in a row, those for which HBM had no room
+        self._fits = 0  # and those for which it had
+        self._overflow_cuts = 0  # of the budget for overflow, for the present trace
         self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 
     def __str__(self) -> str:
@@ -85,7 +88,8 @@ class Budget:
 
     def news(self) -> None:
         """Take note of a new trace."""
-        self._cuts = 0
+        self._cuts = self._overflow_cuts = 0
+        self._overflow = None
 
     def peak(self, outcome: IterationOutcome, predicted: int | None, base: int, *, may_grow: bool) -> bool:
         """Take in the peak of an iteration; return whether the correction changed.
@@ -115,12 +119,16 @@ class Budget:
             elif not any(self._flushes) and self.looked_at >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self.target) if pressed else self.target - peak
-        self._spills = self._spills + 1 if overflow and self.looked_at > LAID_OUT else 0
-        if not overflow:
+        laid_out = self.looked_at > LAID_OUT  # before that, less overflows than will
+        self._spills = self._spills + 1 if overflow and laid_out else 0
+        self._fits = self._fits + 1 if not overflow and laid_out else 0
+        if self._fits >= SURE:
             self._overflow = None
-        elif self._spills >= SPILLS and (self._overflow is None or overflow < self._overflow):
-            # What did not become less when the budget did is not the plan's.
+        # What did not become less when the budget did is not the plan's; nor is what always comes back.
+        may_help = self._overflow is None or overflow < self._overflow
+        if self._spills >= SPILLS and may_help and self._overflow_cuts < CUTS:
             self._overflow = overflow
+            self._overflow_cuts += 1
             slack = min(slack, -overflow - int(SETTLED * self.target) - 1)
         if slack >= -SETTLED * self.target:
             self._good = self.correction

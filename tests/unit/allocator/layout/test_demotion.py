@@ -12,8 +12,16 @@ DEMOTED = [Resident(1, 100, 100), Resident(2, 300, 300), Resident(3, 200, 0)]
 
 
 def test_the_largest_are_demoted_until_nothing_else_needs_dram() -> None:
-    assert demote_or_promote(HBM, short=350, spare=0, budget=1000) == ([2, 3], [])
+    assert demote_or_promote(HBM, short=450, spare=0, budget=1000) == ([2, 3], [])
     assert demote_or_promote(HBM, short=300, spare=0, budget=1000) == ([2], [])
+
+
+def test_of_state_that_makes_room_enough_the_smallest_is_demoted() -> None:
+    """One page that others took is no reason to read gigabytes of an embedding's state over the link."""
+    assert demote_or_promote(HBM, short=1, spare=0, budget=1000) == ([1], [])
+    assert demote_or_promote(HBM, short=350, spare=0, budget=1000) == ([2, 1], [])
+    partly = Resident(4, 900, 850)
+    assert demote_or_promote([*HBM, partly], short=60, spare=0, budget=1000) == ([1], [])
 
 
 def test_all_are_demoted_where_even_that_is_not_enough() -> None:

@@ -99,6 +99,23 @@ def test_training_that_needs_dram_is_not_taken_for_an_evaluation(pages: OnOneCor
     assert pages.overflow(torch.device("cuda", 0)) > 0
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_what_only_evaluations_take_from_the_layout_is_not_what_training_has_no_room_for(
+    pages: OnOneCore, core: Core, every: int
+) -> None:
+    """Resting hooks were switched on again after each; but what comes after every step is the period's own."""
+    pages.begin()
+    overflows = set()
+    for period in range(12):
+        step(core, 20 * MiB, 20 * MiB)
+        pages.step_over()
+        if period % every == every - 1:
+            core.free(core.allocate(40 * MiB, stream=7))
+        pages.period_over()
+        overflows.add(pages.overflow(torch.device("cuda", 0)))
+    assert overflows == ({0, 16 * MiB} if every == 1 else {0})
+
+
 def test_an_evaluation_that_hbm_has_room_for_is_laid_out_with_the_rest(pages: OnOneCore, core: Core) -> None:
     """In the memory that training has: beside it there was no room the first time."""
     pages.begin()

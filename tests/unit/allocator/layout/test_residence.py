@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -82,6 +84,24 @@ def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCor
         pages.period_over()
     assert pages.overflow(GPU) > 0
     assert core.on(state, HBM) == 0
+
+
+def test_state_that_came_back_in_vain_waits_longer_each_time(pages: OnOneCore, core: Core) -> None:
+    """A program that empties its cache in each step has spare room whenever it is looked at."""
+    pages.state(True)
+    state = core.allocate(NBYTES)
+    pages.state(False)
+    pages.more(64 * MiB)
+    pages.begin()
+    tiers = [HBM]
+    for _ in range(40 * PATIENCE):
+        needs_much = core.on(state, HBM) > 0
+        step(core, 24 * MiB, (36 if needs_much else 8) * MiB)
+        core.trim()
+        pages.period_over()
+        tiers.append(HBM if core.on(state, HBM) else DRAM)
+    moves = sum(before != after for before, after in pairwise(tiers))
+    assert 3 <= moves <= 12
 
 
 def test_the_ends_of_weights_are_not_taken_for_what_hbm_has_no_room_for(pages: OnOneCore, core: Core) -> None:

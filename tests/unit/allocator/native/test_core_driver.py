@@ -69,6 +69,30 @@ layout = [SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.on
     holds(built, layout + before + FREED + ASKS[asked_for] + "\nassert not fake.fake_pending(9)")
 
 
+@pytest.mark.parametrize("stream", [7, 8], ids=["beside the region", "another stream's"])
+def test_what_a_place_of_the_region_lacks_is_taken_when_nobody_reads_it_any_more(built: Path, stream: int) -> None:
+    program = f"""
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
+import numpy as np
+core.set_layout(SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
+core.mark()
+core.free(core.allocate(MiB, stream=9))
+block = core.allocate(60 * MiB, stream={stream})
+work(9)  # reads it
+core.free(block)
+core.mark()
+planned = core.allocate(8 * MiB, stream=7)
+assert core.on(planned, HBM) == 8 * MiB and not fake.fake_pending(9)
+core.free(planned)
+core.free(core.allocate(60 * MiB, stream={stream}))
+fake.fake_capture({stream}, True); core.capture(True)
+core.mark()
+planned = core.allocate(8 * MiB, stream=7)
+assert core.on(planned, DRAM) > 0, "a graph may use what lies idle there"
+"""
+    holds(built, program)
+
+
 def test_while_a_graph_is_captured_all_other_streams_are_waited_for(built: Path) -> None:
     program = """
 core.allocate(MiB, stream=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -48,6 +49,42 @@ def test_what_the_region_and_other_streams_need_beyond_hbm_is_told_at_once(core:
         core.free(core.allocate(other, stream=7))
         now = core.mark()
         assert (now.dram, now.spilled) == (0, other - 32 * MiB)
+
+
+def idle_beside(core: Core) -> None:
+    core.free(core.allocate(48 * MiB))
+
+
+def idle_off_sequence(core: Core) -> None:
+    with off_sequence():
+        core.free(core.allocate(48 * MiB, stream=7))
+
+
+def idle_after_a_trim(core: Core) -> None:
+    core.trim()
+    core.free(core.allocate(48 * MiB, stream=7))
+
+
+@pytest.mark.parametrize("take", [idle_beside, idle_off_sequence, idle_after_a_trim])
+def test_no_place_of_the_region_goes_to_dram_while_pages_lie_idle(core: Core, take: Callable[[Core], None]) -> None:
+    """They would lie there in all later periods: nothing departs from the layout."""
+    set_layout(core, [32 * MiB], [0])
+    core.mark()
+    take(core)
+    core.mark()
+    planned = core.allocate(32 * MiB)
+    assert (core.on(planned, HBM), core.counts().dram) == (32 * MiB, 0)
+    core.free(planned)
+    core.mark()
+    assert core.mark().spilled == 0
+
+
+def test_what_was_trimmed_of_the_region_was_not_taken_from_it(core: Core) -> None:
+    set_layout(core, [32 * MiB], [0])
+    core.trim()
+    core.free(core.allocate(40 * MiB, stream=7))
+    core.free(core.allocate(40 * MiB, stream=8))  # on pages of the other stream
+    assert core.mark().spilled == 0
 
 
 def test_the_log_tells_the_events_of_births_and_deaths(core: Core) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.budget import (
     CUTS,
@@ -62,6 +64,29 @@ def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -
         budget.adopted()
         changed += any([changes(budget, overflow=4 * MiB) for _ in range(LAID_OUT + SPILLS)])
     assert changed == 1
+
+
+def test_before_memory_is_laid_out_for_the_next_plan_nothing_tells_that_a_cut_has_helped() -> None:
+    """Without a layout nobody can take pages from one, so such iterations have no overflow."""
+    budget = Budget(TARGET)
+    changed = 0
+    for _ in range(20):
+        budget.adopted()
+        changed += any([changes(budget, overflow=each) for each in [0] * LAID_OUT + [4 * MiB] * SPILLS])
+    assert changed == 1
+
+
+@pytest.mark.parametrize("fits", [0, SURE], ids=["less and less", "again and again"])
+def test_the_budget_is_cut_a_few_times_for_what_other_programs_and_streams_need(fits: int) -> None:
+    budget = Budget(TARGET)
+    changed = 0
+    for turn in range(40):
+        overflow = 50 * MiB - turn * 512
+        changed += any([changes(budget, overflow=each) for each in [*[overflow] * (LAID_OUT + SPILLS), *[0] * fits]])
+        budget.adopted()
+    assert changed == CUTS
+    budget.news()
+    assert any([changes(budget, overflow=MiB) for _ in range(LAID_OUT + SPILLS)])
 
 
 def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
