@@ -114,16 +114,19 @@ Block *Heap::fit(uint64_t bytes, Range but) {
   return nullptr;
 }
 
-Block *Heap::place(uint64_t address, uint64_t bytes) {
+Block *Heap::place(uint64_t address, uint64_t bytes, const std::function<void(uint64_t)> &make_room) {
   if (!bytes || !contains(address) || bytes > base_ + bytes_ - address) return nullptr;
   auto first = std::prev(blocks_.upper_bound(address));
-  uint64_t end = address + bytes;
-  bool missing = false;
+  uint64_t end = address + bytes, missing = 0;
   for (auto block = first; block != blocks_.end() && block->first < end; ++block) {
     if (block->second.kind != Kind::Free && block->second.kind != Kind::Void) return nullptr;
-    missing = missing || block->second.kind == Kind::Void;
+    if (block->second.kind == Kind::Void)
+      missing += (std::min(up(end, page_), block->first + block->second.bytes) -
+                  std::max(down(address, page_), block->first)) /
+                 page_;
   }
   if (missing) {
+    if (make_room) make_room(missing);
     if (map_missing(address, bytes) != Status::Ok) return nullptr;
     first = std::prev(blocks_.upper_bound(address));
   }

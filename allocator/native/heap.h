@@ -8,6 +8,7 @@
 // Not safe for threads; the core locks.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
@@ -58,8 +59,9 @@ class Heap {
 
   // The smallest free block that holds `bytes` without touching `but`, cut to size; null if there is none.
   Block *fit(uint64_t bytes, Range but = {});
-  // The block `[address, address + bytes)`, mapping pages where some are missing; null if part of it is taken.
-  Block *place(uint64_t address, uint64_t bytes);
+  // The block `[address, address + bytes)`, mapping pages where some are missing, for which `make_room` is called
+  // before with their number; null if part of it is taken.
+  Block *place(uint64_t address, uint64_t bytes, const std::function<void(uint64_t)> &make_room = {});
   // Where a block of `bytes` that does not touch `but` could begin, with the fewest pages to map for it; false where
   // the range is too small.
   struct Growth {

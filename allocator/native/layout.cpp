@@ -58,8 +58,7 @@ Block *tn_core::laid_out(uint64_t bytes, Stream stream, Heap **out) {
   uint64_t offset = layout.sequences[layout.present].offsets[request];
   if (offset == kElsewhere) return nullptr;
   *out = layout.heap;
-  make_room_in_region(layout.base + offset, bytes);
-  Block *block = layout.heap->place(layout.base + offset, bytes);
+  Block *block = layout.heap->place(layout.base + offset, bytes, [this](uint64_t missing) { make_room(missing); });
   ++(block ? stats.planned : stats.misplaced);
   return block;
 }
@@ -70,18 +69,16 @@ void tn_core::count_displaced() {
   spilled_most = std::max(spilled_most, spilled + int64_t(layout.heap->unmapped(layout.base, layout.total)));
 }
 
-// Unmap idle pages, of other heaps and beside the region, for those that this place of the region lacks, whoever took
+// Unmap idle pages, of other heaps and beside the region, for those that a place of the region lacks, whoever took
 // them. Without, the request would lie beside its place, where it takes further pages from the region, or in DRAM, and
 // so would those of all later periods: nothing departs from the layout.
-void tn_core::make_room_in_region(uint64_t address, uint64_t bytes) {
-  const uint64_t begin = address / page * page, end = (address + bytes + page - 1) / page * page;
-  const uint64_t goal = layout.heap->unmapped(begin, end - begin) / page;
+void tn_core::make_room(uint64_t missing) {
   for (auto &[base, heap] : heaps) {
     const uint64_t available = pages[kHbm].available();
-    if (goal <= available) return;
-    if (heap.get() != layout.heap && unmap_idle(*heap, kHbm, goal - available) != Status::Ok) return;
+    if (missing <= available) return;
+    if (heap.get() != layout.heap && unmap_idle(*heap, kHbm, missing - available) != Status::Ok) return;
   }
-  if (goal <= pages[kHbm].available() || layout.heap->idle_outside(layout.base, layout.total).empty()) return;
+  if (missing <= pages[kHbm].available() || layout.heap->idle_outside(layout.base, layout.total).empty()) return;
   if (wait_for_readers(layout.heap->stream()) == Status::Ok)
     layout.heap->unmap_idle_outside(layout.base, layout.total);  // what this does not free lies in DRAM
 }

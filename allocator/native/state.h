@@ -149,7 +149,7 @@ struct tn_core {
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   void count_displaced();
-  void make_room_in_region(uint64_t address, uint64_t bytes);
+  void make_room(uint64_t missing);
   Status unmap_idle(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   int64_t needed() const;
