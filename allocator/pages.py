@@ -210,6 +210,11 @@ class PageAllocator:
         periods = self._known.get(device.index)
         return periods.residence.overflow if periods is not None else 0
 
+    def is_short(self, device: torch.device) -> bool:
+        """Whether there was no room in HBM for several periods in a row, the last one included."""
+        periods = self._known.get(device.index)
+        return periods is not None and periods.residence.is_short
+
     def residence(self, device: torch.device) -> Residence | None:
         """Which state and weights of a GPU lie in DRAM; None before its first request."""
         periods = self._of(device.index)

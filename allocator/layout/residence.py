@@ -12,6 +12,7 @@ from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
+AGAIN = 2  # periods in a row for which HBM had no room: what happens once in a while is worth no new plans
 PATIENCE = 8  # periods with something in DRAM before state is demoted: a migrator needs less by then, if it can
 
 
@@ -51,6 +52,11 @@ class Residence:
         """Take note that plans change: the periods before them say nothing of those to come."""
         self._periods = self._overflows = 0
         self._patience = PATIENCE
+
+    @property
+    def is_short(self) -> bool:
+        """Whether HBM had no room for several periods in a row, the last one included."""
+        return self._overflows >= AGAIN
 
     def in_dram(self, address: int) -> bool:
         """Whether a block, or a part of it, lies in DRAM."""

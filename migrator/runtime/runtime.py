@@ -197,7 +197,7 @@ class Runtime:
             return
         with nullcontext() if saver.resting else saver.movers.untracked(), self._streaming.moving() as may:
             pages.period_over(alone=may)
-        if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.movers.armed):
+        if saver.resting and any(pages.is_short(mover.engine.compute.device) for mover in saver.movers.armed):
             self._wake(saver)
 
     def _wake(self, saver: Saver) -> None:

@@ -130,6 +130,19 @@ def test_what_an_earlier_step_has_left_mapped_in_dram_is_no_overflow(core: Core,
     assert now.spilled == 0
 
 
+def test_hbm_is_short_where_it_has_no_room_again_and_again(core: Core, pages: OnOneCore) -> None:
+    """What happens once in a while is worth no new plans: to record anew takes steps of a second."""
+    pages.more(64 * MiB)
+    pages.begin()
+    short = []
+    for most in (40, 8, 40, 40, 40, 8):
+        for address in [core.allocate(40 * MiB), core.allocate(most * MiB)]:
+            core.free(address)
+        pages.period_over()
+        short.append(pages.is_short(GPU))
+    assert short == [False, False, False, True, True, False]
+
+
 def test_what_stays_in_hbm_comes_there_with_the_pages_that_it_has_a_part_of(pages: OnOneCore, core: Core) -> None:
     limit = core.counts().hbm_limit
     core.limit(HBM, core.counts().hbm)

@@ -50,6 +50,9 @@ class Pages:
     def overflow(self, device: torch.device) -> int:
         return self.overflowed
 
+    def is_short(self, device: torch.device) -> bool:
+        return self.overflowed > 0
+
     def spilled(self, device: torch.device) -> bool:
         return self.overflowed > 0
 
