@@ -97,7 +97,7 @@ class Session:
                 hbm=self._budget,
                 strict=config.hbm.strict,
                 enforce=config.hbm.nbytes is not None and config.allocator != "pages",
-                share=self._shares.settle if isinstance(config.hbm.capacity, Share) else None,
+                settle_budget=self._shares.settle if isinstance(config.hbm.capacity, Share) else None,
                 backing=self._make_backing,
                 tensors=self._tensors,
                 direct=self._direct_way,
@@ -269,8 +269,8 @@ class Session:
 
     def _conclude(self) -> None:
         """Write the run directory, and say what the run came to."""
-        stats = self.stats()
-        self._write_run(stats)
+        self._write_run(stats := self.stats())
+        self._shares.say_if_without_effect(trained=self.runtime.armed)
         if self.runtime.learned is None or not log.isEnabledFor(logging.INFO):
             return
         from torch_tiers.planning import answer, why  # not before: tables take a while to import
@@ -301,7 +301,6 @@ class Session:
     def stats(self) -> dict[str, Any]:
         """What happened so far. Bytes are integers, times are seconds, peaks are this rank's."""
         numbers = self.runtime.numbers()
-        device = numbers.pop("device")
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
         demoted = numbers.pop("streamed_weights")  # where no allocator knows of them
         pages = paging.installed()
@@ -311,10 +310,11 @@ class Session:
             demoted = sum(counts.demoted for counts in paged)
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
-            "device": device,
+            "device": numbers.pop("device"),
             "allocator": "torch" if pages is None else "pages",
             "policy": self._config.policy,
             "budget": {"hbm": budget_hbm, "dram": self._shares.dram, "nvme": self._shares.nvme},
+            "budget_share": self._shares.of_need,
             "peak": {
                 "hbm": peak_hbm,
                 "dram": (self._dram.peak if self._dram else 0) + sum(counts.dram_peak for counts in paged),

@@ -34,8 +34,8 @@ __all__ = [
 class HbmConfig:
     """``[hbm]``: bytes per GPU; None means all that is free less a margin.
 
-    A share is of what the program's step needs with everything kept: until the first plan tells, it has all. With
-    `strict` not even the first steps take more than the budget, though more is free.
+    A share is of what an iteration needs with everything kept. Until the first plan tells that, the program has all
+    that is free. With `strict` steps take no more than the budget, once it is known, even before they have a plan.
     """
 
     capacity: int | Share | None = None
@@ -43,7 +43,7 @@ class HbmConfig:
 
     @property
     def nbytes(self) -> int | None:
-        """The budget in bytes, where it is set so."""
+        """The budget, if bytes were set; None for a share, and for all that is free."""
         return None if isinstance(self.capacity, Share) else self.capacity
 
 
@@ -217,6 +217,9 @@ def _without_effect(values: Mapping[str, Any], origin: Mapping[str, str]) -> Ite
     for key, needed in _EFFECT_NEEDS.items():
         if values[key] != usual[key] and not values[needed]:
             yield f"{key} is set ({origin[key]}) and has no effect: {needed} is not set, or off"
+    if values["hbm.strict"] and isinstance(values["hbm.capacity"], Share):
+        why = f"hbm.capacity ({origin['hbm.capacity']}) is a share: until then the program has all of hbm; set bytes"
+        yield f"hbm.strict is set ({origin['hbm.strict']}) and begins with the first plan, as {why}"
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -53,7 +53,7 @@ class Shares:
         parts = 1 if self.ledger else self.ranks
         self.claims = Claims()
         self._hbm = config.hbm.capacity
-        self._settled: dict[torch.device, int] = {}  # budgets that are a share of what a program needs
+        self._settled: dict[torch.device, int] = {}  # by device: the budget, if it is a share of what is needed
         self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // parts
         self.nvme = (config.nvme.capacity or 0) // parts if config.nvme.paths else 0
 
@@ -69,15 +69,25 @@ class Shares:
         return read_memory().room
 
     def has_budget(self, device: torch.device) -> bool:
-        """Whether a device has less than all that is free."""
+        """Whether a device's budget is known: one was set, and is no share of what is yet to be learned."""
         return isinstance(self._hbm, int) or device in self._settled
 
-    def settle(self, device: torch.device, needed: int) -> int:
-        """The HBM budget of a device from now on, of which an iteration needs so many bytes with everything kept."""
+    @property
+    def of_need(self) -> str | None:
+        """Which share of what an iteration needs the budget is, such as ``60%``; None if it is none, or none yet."""
+        return str(self._hbm) if self._settled else None
+
+    def settle(self, device: torch.device, needed: int, most: int) -> int:
+        """Make a device's HBM budget a share of what an iteration needs there with everything kept, and return it.
+
+        All in bytes. Where that is more than `most`, which the device has, the budget is that.
+        """
         assert isinstance(self._hbm, Share)
-        budget = self._settled[device] = self._hbm.of(needed)
-        text = "an iteration needs %s of hbm on %s with everything kept, so the budget is %s from now on (%s of that)"
-        log.info(text, format_at_least(needed), device, format_size(budget), self._hbm)
+        share = self._hbm.of(needed)
+        budget = self._settled[device] = min(share, most)
+        text = "an iteration needs %s of hbm on %s with everything kept, so the budget is %s from now on (%s of that%s)"
+        all_of_it = "" if share <= most else ", which is more than there is"
+        log.info(text, format_at_least(needed), device, format_size(budget), self._hbm, all_of_it)
         return budget
 
     def account(self, tier: str, capacity: int) -> Account | None:
@@ -93,6 +103,15 @@ class Shares:
                 "directory of this user's, the same for all ranks of the node, in TIERS_LEDGER"
             )
             log.warning(text, " or ".join(map(str, LEDGERS)), self.ranks)
+
+    def say_if_without_effect(self, *, trained: bool) -> None:
+        """Say that there was no budget, where it is a share of what nobody came to know though the program trained."""
+        if trained and isinstance(self._hbm, Share) and not self._settled:
+            text = (
+                "hbm.capacity = %s had no effect: what an iteration needs is known with the first plan after a step of "
+                "an optimizer of torch.optim; run more steps, or set bytes"
+            )
+            log.warning(text, self._hbm)
 
     def _default_dram(self) -> int:
         # The ledger subtracts what other processes hold, which is missing from what the system has available.

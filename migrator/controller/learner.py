@@ -62,7 +62,7 @@ class Learner:
     warned : set of str, optional
         Warnings that were given already: the threads of a device come and go, and one warning is enough.
     begun : int
-        Iterations of the program before, which logs count.
+        Iterations of the program before it, which logs count, too.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Learner:
         self._in_force = PlansInForce(target if budget is None else budget, set() if warned is None else warned)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
-        self._iterations = begun
+        self._iterations = self._begun = begun
         self._whole = False  # whether any iteration was
         self._afresh = False  # whether something was recorded since plans were taken over
         self._due = False  # whether plans are to be asked for, for what was recorded
@@ -166,7 +166,7 @@ class Learner:
         changed = self._adopt()
         if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
-        if not (outcome.whole or self._iterations >= PATIENCE):
+        if not (outcome.whole or self._iterations - self._begun >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, outcome.peak) or changed

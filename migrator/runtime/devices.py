@@ -61,8 +61,8 @@ class Device:
         See `Learner`.
     log : DeviceLog or None
         Is told what groups do; made once the budget is known.
-    settled : bool
-        Whether the budget is final, as far as this program goes: else it is to be a share of what an iteration needs.
+    provisional : bool
+        Whether the budget holds only until it is known what an iteration needs: then it is to be a share of that.
     """
 
     compute: Compute
@@ -75,7 +75,7 @@ class Device:
     links: Links = PCIE_GEN5
     warned: set[str] = field(default_factory=set)
     log: DeviceLog | None = None
-    settled: bool = True
+    provisional: bool = False
 
     @property
     def room(self) -> int:
@@ -196,23 +196,24 @@ class Devices:
         with self._lock:
             return self.opened.get(device) or self._open(device, options)
 
-    def settle(self, device: torch.device, needed: int, options: Options) -> None:
-        """Give a device its budget, if that is a share of what an iteration needs, from now on.
-
-        Movers that were made before have another one.
-        """
-        assert options.share is not None
+    def settle_budget(self, device: torch.device, needed: int, options: Options) -> None:
+        """Replace a device's provisional budget by the share of what an iteration needs: later movers have that."""
+        assert options.settle_budget is not None
         with self._lock:
             shared, pages = self.opened[device], options.pages() if device.type == "cuda" else None
-            budget = min(options.share(device, needed), shared.budget)
+            if not shared.provisional:  # another thread was first
+                return
+            budget = options.settle_budget(device, needed, shared.budget)
             if pages is not None:
                 pages.withhold(device, shared.beside + shared.budget - budget)
                 self._withheld[device] = pages
             if shared.log is not None:
                 shared.log.budget = budget
-            self.opened[device] = shared = replace(shared, budget=budget, settled=True)
+            self.opened[device] = shared = replace(shared, budget=budget, provisional=False)
             if device.type == "cuda" and pages is None:
                 self._limit(device, shared)
+                if not torch.cuda.is_current_stream_capturing():
+                    torch.cuda.empty_cache()  # else what the first steps took stays reserved until the limit is met
 
     def _limit(self, device: torch.device, shared: Device) -> None:
         """Have PyTorch's allocator stay within the budget, unless there is no room below HBM."""
@@ -257,7 +258,7 @@ class Devices:
                     del self._loans[device]
 
     def _open(self, device: torch.device, options: Options) -> Device:
-        budget, settled = options.hbm(device), options.share is None
+        budget = options.hbm(device)
         pages = options.pages() if device.type == "cuda" else None
         memory = None if pages is None else Memory(pages.peaks(device), off_sequence, partial(pages.tidy, device))
         shared = open_device(device, self._counters, budget, memory)
@@ -265,7 +266,7 @@ class Devices:
             shared = replace(shared, holes=holes(device))
         shared = self._with_direct_way(shared, device, options)
         log = DeviceLog(str(device), self._counters, budget, shared.beside, options.below)
-        shared = replace(shared, log=log, settled=settled)
+        shared = replace(shared, log=log, provisional=options.settle_budget is not None)
         if pages is not None and shared.beside:
             pages.withhold(device, shared.beside)
             self._withheld[device] = pages

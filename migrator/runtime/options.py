@@ -54,9 +54,10 @@ class Options:
         Returns the HBM budget of a device, in bytes.
     enforce : bool
         Whether PyTorch's allocator refuses what exceeds the budget.
-    share : callable, optional
-        Returns the budget of a device by what an iteration needs there with everything kept, in bytes, if it is a share
-        of that; until then `hbm` is all that is free.
+    settle_budget : callable, optional
+        Where the budget is a share of what an iteration needs, `hbm` returns all that is free until this is called,
+        once for each device: with what an iteration needs there with everything kept, and with the most that the budget
+        may be, in bytes. Returns the budget.
     backing : callable
         Makes the backing when the first tensor is about to move; receives whether a GPU copies to and from it.
     tensors : callable
@@ -93,7 +94,7 @@ class Options:
     backing: Callable[[Counters, bool], Backing]
     tensors: Callable[[], HookTensors]
     strict: bool = False
-    share: Callable[[torch.device, int], int] | None = None
+    settle_budget: Callable[[torch.device, int, int], int] | None = None
     direct: Callable[[torch.device], DirectWay | None] = lambda device: None
     refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None

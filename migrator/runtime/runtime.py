@@ -31,7 +31,7 @@ from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
-from torch_tiers.migrator.runtime.share_of_need import settle
+from torch_tiers.migrator.runtime.share_of_need import settle_budgets
 from torch_tiers.migrator.runtime.state_room import state_rooms
 from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
@@ -276,7 +276,7 @@ class Runtime:
             self._tell_pages(pages, saver, new)
         if changed and not self.closed:  # else they are never carried out
             self._progress.note_plans(movers)
-        if settle(saver.movers, self._devices, self.options) or changed:
+        if settle_budgets(saver.movers, self._devices, self._streaming, self.options) or changed:
             saver.adopt(action for mover in saver.movers.armed for action in mover.actions())
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:

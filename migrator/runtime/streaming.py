@@ -71,6 +71,7 @@ class Streaming:
         # Of what runs with gradients: whether the next forward begins a pass, the pass's kind, and whether any backward
         # ran yet. As long as none did, each forward is a pass.
         self._pass_over, self._kind, self._differentiates = True, (0, True), False
+        self._budget_changed = False  # since anything was chosen
         self._seen: dict[int, weakref.ref[nn.Module]] = {}  # models, by identity, as long as they live
 
     @property
@@ -137,18 +138,26 @@ class Streaming:
     # --------------------------------------------------------------------------- begins and ends
 
     def see(self, module: nn.Module) -> bool:
-        """Choose what is streamed, if this outermost module is new, or trains for the first time; whether it is."""
+        """Choose what is streamed where that may change, and return whether it may.
+
+        That is where this outermost module is new, or trains for the first time, or the budget is another.
+        """
         with self._entering:
-            is_new = self._models.add(module, trains=torch.is_grad_enabled())
-            if is_new:
+            changes = self._models.add(module, trains=torch.is_grad_enabled()) or self._budget_changed
+            if changes:
                 try:
                     self._weights.choose()
                 except BaseException:  # an interrupt, perhaps
                     self._models.forget(module)
                     raise
+                self._budget_changed = False
                 key = id(module)
                 self._seen[key] = weakref.ref(module, lambda _: self._gone(key))
-        return is_new
+        return changes
+
+    def budget_changed(self) -> None:
+        """Take note that a device has another budget: what is streamed is chosen anew when the next forward begins."""
+        self._budget_changed = True
 
     def _gone(self, key: int) -> None:
         """A model is gone, and its memory is to be, too. Called wherever it dies, so this waits for no other thread."""

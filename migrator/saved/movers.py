@@ -44,8 +44,11 @@ class Movers:
         mover = self.by_device[device] = self._make(device)
         self._place.recording |= mover is not None and mover.recorder is not None
 
-    def take_off(self, device: torch.device) -> None:
-        """Do without the mover of a device until the next tensor is saved there. Call it between two iterations."""
+    def remove(self, device: torch.device) -> None:
+        """Do without the mover of a device until the next tensor that is saved there has another one made.
+
+        Call it between two iterations.
+        """
         mover = self.by_device.pop(device)
         if mover is not None:
             mover.record_no_more()

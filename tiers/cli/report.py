@@ -140,7 +140,9 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         budget = stats["budget"][tier]
         tiers.add_row(tier, format_size(peak), _size(budget), _bar(peak, budget))
     yield tiers
-    if stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
+    if stats.get("budget_share") and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
+        yield "hbm was over its budget in the steps before the first plan, which told what the share comes to"
+    elif stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
         yield "hbm is over its budget, which without a GPU is counted, not enforced"
     lanes = Table("lane", "", "moved in all", "per iteration", title="lanes", title_justify="left")
     moved_each, stalled_each = by_iteration(stats)

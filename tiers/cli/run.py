@@ -32,7 +32,7 @@ class RunVerb:
         parser.add_argument("--config", metavar="FILE", help=f"sets {CONFIG_ENV}")
         for env, key in BY_ENV.items():
             option = _option(key)
-            text = f"sets {env}: {key.parser.accepts}"
+            text = f"sets {env}: {key.parser.accepts}".replace("%", "%%")  # which argparse formats
             if key.parser is PATHS:
                 parser.add_argument(option, action="append", metavar="DIR", help=f"{text}; may be repeated")
             else:

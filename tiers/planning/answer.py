@@ -31,6 +31,8 @@ class Answer:
         Iterations differ from step to step, so nothing is predicted of one.
     demoted : int
         Bytes of `needs` that are of state and weights which lay in DRAM at the end.
+    share : str or None
+        What the budget was of what the program needed at its first plan, if it was set so: ``60%``.
     """
 
     needs: int | None
@@ -41,6 +43,7 @@ class Answer:
     measured: float | None
     varies: bool
     demoted: int = 0
+    share: str | None = None
 
     @property
     def times_as_long(self) -> float | None:
@@ -68,6 +71,7 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
         why.measured or None,
         why.varies,
         stats.get("demoted", 0),
+        stats.get("budget_share"),
     )
 
 
@@ -78,6 +82,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "demoted": answer.demoted,
         "ran_in": answer.ran_in,
         "budget": answer.budget,
+        "budget_share": answer.share,
         "times_as_long": answer.times_as_long,
         "ideal_s": answer.ideal,
         "predicted_s": answer.predicted,
@@ -87,7 +92,11 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 def render(answer: Answer) -> Iterator[str]:
     """The answer in sentences."""
-    ran = f"the budget was {format_size(answer.budget)}, and the peak of the whole run {format_size(answer.ran_in)}"
+    budget, peak = format_size(answer.budget), format_size(answer.ran_in)
+    ran = f"the budget was {budget}, and the peak of the whole run {peak}"
+    if answer.share is not None:
+        from_then_on = f"from the first plan on ({answer.share} of what was needed)"
+        ran = f"the budget was {budget} {from_then_on}, and the peak of the whole run, with the steps before, {peak}"
     if answer.needs is None:
         yield ran
     else:

@@ -36,6 +36,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
     causes = mapping(field(stats, "stalls"), "stalls", _stall, _MOST_NAMES)
     _check_steps(record(field(stats, "step_s"), "step_s"))
     _check_settled(stats, {"moved": lanes.keys(), "stalled_s": causes.keys()})
+    if stats.get("budget_share") is not None:  # of which earlier versions did not tell
+        text(stats["budget_share"], "budget_share")
     if stats.get("flushes") is not None:
         _count(stats["flushes"], "flushes")
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell

@@ -120,6 +120,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "allocator": "str",
         "policy": "str",
         "budget": {"hbm": "int", "dram": "int", "nvme": "int"},
+        "budget_share": "NoneType",
         "iterations": "int",
         "steps": "int",
         "peak": {"hbm": "int", "dram": "int", "nvme": "int"},

@@ -59,6 +59,12 @@ def test_what_the_plan_does_not_explain_is_not_said_to_be_the_budget_s_doing() -
     assert f"the plan explains {RESULT.seconds / RESULT.ideal:.2f} times" in text(answered(2 * RESULT.seconds))
 
 
+def test_of_a_budget_that_is_a_share_it_tells_from_when_on_it_held() -> None:
+    told = text(replace(answered(None), share="60%"))
+    assert "the budget was 9.0 GiB from the first plan on (60% of what was needed)" in told
+    assert "the peak of the whole run, with the steps before, 8.0 GiB" in told
+
+
 def test_where_too_much_was_predicted_the_ideal_is_too_much_as_well() -> None:
     given = answered(RESULT.seconds / 2)
     assert given.times_as_long == pytest.approx(RESULT.seconds / RESULT.ideal)

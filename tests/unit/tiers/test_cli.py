@@ -242,6 +242,15 @@ def test_a_name_that_stdout_cannot_write_is_written_as_its_number(tmp_path):
     assert r"/r\xe4ume" in done.stdout
 
 
+def test_report_does_not_blame_a_missing_gpu_for_steps_before_a_share_was_known(tmp_path, capsys):
+    over = STATS | {"device": "cpu", "peak": {"hbm": 2 << 30, "dram": 0, "nvme": 0}, "budget_share": "60%"}
+    over |= {"budget": {"hbm": 1 << 30, "dram": 0, "nvme": 0}}
+    for stats, why in ((over, "steps before the first plan"), (over | {"budget_share": None}, "without a GPU")):
+        (tmp_path / "stats.json").write_text(json.dumps(stats))
+        assert main(["report", str(tmp_path)]) == 0
+        assert why in " ".join(capsys.readouterr().out.split())
+
+
 def test_report_prints_what_a_run_did(tmp_path, capsys):
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
     assert main(["report", str(tmp_path)]) == 0

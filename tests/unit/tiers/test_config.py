@@ -414,6 +414,12 @@ def test_a_key_that_has_no_effect_as_another_is_off_is_told(resolve, text, key, 
     assert told in resolve(project=text).warnings
 
 
+def test_a_strict_budget_that_is_a_share_begins_late_which_is_told(resolve):
+    (told,) = resolve(project="[hbm]\ncapacity = '60%'\nstrict = true").warnings
+    assert "begins with the first plan" in told and told.endswith("set bytes")
+    assert resolve(project="[hbm]\ncapacity = '24GB'\nstrict = true").warnings == ()
+
+
 def test_the_usual_value_of_a_key_that_has_no_effect_is_not_worth_a_word(resolve):
     assert resolve(project="run_force = false\n[nvme]\ngds = 'prefer'").warnings == ()
 

@@ -54,8 +54,9 @@ def test_nothing_is_learned_from_an_iteration_that(outcome: IterationOutcome) ->
     assert learner.records_next
 
 
-def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None:
-    learner = Learner(FLASHNEURON, TARGET)
+@pytest.mark.parametrize("begun", [0, 40])
+def test_a_program_without_an_optimizer_is_learned_after_some_patience(begun: int) -> None:
+    learner = Learner(FLASHNEURON, TARGET, begun=begun)
     changed = [learner.iteration_over(IterationOutcome(TRACE, MiB, whole=False)) for _ in range(PATIENCE)]
     assert changed == [False] * (PATIENCE - 1) + [True]
 

@@ -56,7 +56,7 @@ def test_a_limit_that_is_set_while_another_thread_lifts_all_is_lifted_as_well(
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
     links = SimpleNamespace(staged=made.links)
     options = SimpleNamespace(
-        share=None,
+        settle_budget=None,
         below=dict,
         hbm=lambda device: 50,
         pages=lambda: None,
@@ -131,7 +131,7 @@ def test_what_lies_beside_an_allocator_is_within_the_budget(
     for pages, enforce in ((None, True), (allocator, False)):
         every: Any = Devices(Counters())
         options = SimpleNamespace(
-            share=None,
+            settle_budget=None,
             below=dict,
             hbm=lambda device: 50,
             pages=lambda pages=pages: pages,
@@ -145,6 +145,26 @@ def test_what_lies_beside_an_allocator_is_within_the_budget(
         every.close()
     assert fractions[0] == 0.25
     assert allocator.withheld == [25, 0]  # it lasts longer than the session
+
+
+@pytest.mark.parametrize("with_pages", [True, False])
+def test_of_two_threads_that_know_what_an_iteration_needs_the_first_settles_the_budget(
+    emptied: list[str], monkeypatch: pytest.MonkeyPatch, *, with_pages: bool
+) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
+    allocator, every = Withholding(), Devices(Counters())
+    every.opened[GPU] = Device(HostCompute(Counters()), None, None, 100, provisional=True)  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(
+        settle_budget=lambda device, needed, most: min(needed, most), pages=lambda: allocator if with_pages else None
+    )
+    for needed in (60, 80):
+        every.settle_budget(GPU, needed, options)
+        assert every.opened[GPU].budget == 60
+    assert allocator.withheld == ([40] if with_pages else [])
+    assert fractions == ([] if with_pages else [0.06])
+    assert emptied == ([] if with_pages else ["emptied"])  # which PyTorch would keep reserved
 
 
 class Withholding:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_tiers as tiers
-from tests.scenarios import bits, gradients, perceptron, train
+from tests.scenarios import batch, bits, gradients, perceptron, train
 from torch_tiers.assembly import Session
 
 CPU = torch.device("cpu")
@@ -63,6 +63,21 @@ def test_until_the_first_plan_it_has_all(needed: int) -> None:
         assert budget(session) > 10 * needed
 
 
+def test_that_no_step_of_an_optimizer_told_what_is_needed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    said = "hbm.capacity = 60% had no effect"
+    with open_session("60%") as session:
+        model = perceptron(CPU, depth=DEPTH)
+        for i in range(STEPS):
+            model(batch(CPU, i)).square().mean().backward()
+        assert session.stats()["budget_share"] is None
+    assert said in caplog.text
+    caplog.clear()
+    with open_session("60%") as session:
+        trained()
+        assert session.stats()["budget_share"] == "60%"
+    assert said not in caplog.text
+
+
 def test_a_graph_from_before_that_is_alive_comes_back_as_it_was() -> None:
     def program() -> list[Tensor]:
         model = perceptron(CPU, depth=DEPTH)
@@ -75,6 +90,28 @@ def test_a_graph_from_before_that_is_alive_comes_back_as_it_was() -> None:
     expected = bits(program())
     with open_session("60%"):
         assert bits(program()) == expected
+
+
+def test_weights_that_the_share_does_not_hold_are_streamed() -> None:
+    def program() -> list[Tensor]:
+        model = perceptron(CPU, width=512, depth=DEPTH)
+        *frozen, last = model.parameters()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        optimizer = torch.optim.SGD([last], lr=1e-3)
+        losses = []
+        for i in range(STEPS):
+            loss = model(batch(CPU, i, width=512)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    expected = bits(program())
+    with open_session("60%") as session:
+        assert bits(program()) == expected
+        assert session.runtime.numbers()["streamed_weights"] > budget(session)
 
 
 def test_every_thread_keeps_to_the_share(plain: list[bytes], needed: int) -> None:
