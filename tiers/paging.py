@@ -66,7 +66,7 @@ def check_budget(capacity: int | None) -> None:
     """
     if _hbm is None or capacity in (None, _hbm):
         return
-    has = format_size(_hbm) if _hbm else "all of hbm"
+    has = format_size(_hbm) if _hbm else "all of hbm, as for a share"
     raise ConfigError(
         f"hbm.capacity is {format_size(capacity or 0)}, and our allocator, which lasts as long as the process, was "
         f"given {has}: ask for that again, or start another process"

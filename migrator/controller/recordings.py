@@ -19,6 +19,7 @@ ITERATIONS_AFTER_MISPREDICTION = 4
 """Recorded in one look, when one was of another kind: programs alternate between kinds of iterations."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048  # iterations from one look to the next; a look may take as long as 20
+FRUITLESS_PAUSE = 512  # after one that saw nothing new
 LONGER = 4  # each pause is so many times the one before
 OUTGROWN = 2  # looks in a row in which a kind stayed much smaller than its trace, before that is replaced
 KINDS = 8  # kinds of iterations that are remembered
@@ -105,7 +106,7 @@ class Recordings:
         if not self._news:
             # What the plan mispredicted is nothing that a trace tells of. To record costs time, and the memory of what
             # is otherwise recomputed: this is looked at again, but rarely.
-            self._look_again = iteration + LONGEST_PAUSE
+            self._look_again = iteration + FRUITLESS_PAUSE
         return self._shrink() or new
 
     def _keep(self, trace: Trace, kind: _Kind | None) -> None:

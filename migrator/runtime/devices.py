@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.native import off_sequence
 from torch_tiers.allocator.native.copy import lane
 from torch_tiers.allocator.pages import PageAllocator
@@ -21,7 +20,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
 from torch_tiers.migrator.offload.backing import Backing
-from torch_tiers.migrator.offload.direct import Direct
+from torch_tiers.migrator.offload.direct import Direct, TakesAll
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.planner.sizes import has_room_to_learn
 from torch_tiers.migrator.policies import POLICIES
@@ -204,6 +203,8 @@ class Devices:
             if not shared.provisional:  # another thread was first
                 return
             budget = options.settle_budget(device, needed, shared.budget)
+            if shared.beside >= budget:
+                raise TakesAll(shared.beside, device, budget)
             if pages is not None:
                 pages.withhold(device, shared.beside + shared.budget - budget)
                 self._withheld[device] = pages
@@ -282,10 +283,7 @@ class Devices:
         if way.nbytes >= shared.budget:
             way.out.close()
             way.back.close()
-            raise TiersError(
-                f"the direct way to nvme takes {format_size(way.nbytes)} of {device}, and the budget is "
-                f'{format_size(shared.budget)}: raise TIERS_HBM, or set nvme.gds to "off"'
-            )
+            raise TakesAll(way.nbytes, device, shared.budget)
         # What is copied within HBM is counted nowhere: the drives have yet to take it.
         out, back = lanes(device, ("gds_write", "gds_read"), Counters())
         return replace(

@@ -21,6 +21,7 @@ import torch
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.offload.direct.reader import Read, Reader
 from torch_tiers.migrator.offload.direct.stored import Chunk, DirectStoredGroup, Source, cut
 from torch_tiers.migrator.offload.direct.writer import Write, Writer
@@ -58,6 +59,16 @@ class DirectWay:
     def nbytes(self) -> int:
         """What it takes of the device's memory, outside of every allocator."""
         return self.out.nbytes_total + self.back.nbytes_total + self.nvme.scratch
+
+
+class TakesAll(TiersError):
+    """The staging slots of the direct way leave nothing of a device's budget; all in bytes."""
+
+    def __init__(self, staged: int, device: torch.device, budget: int) -> None:
+        super().__init__(
+            f"the direct way to nvme takes {format_size(staged)} of {device}, and the budget is {format_size(budget)}: "
+            'raise TIERS_HBM, or set nvme.gds to "off"'
+        )
 
 
 class Direct:

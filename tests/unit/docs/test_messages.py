@@ -18,6 +18,8 @@ ELSEWHERE = {
     "migrator/controller/in_force.py: '%s'": "of `_warn_once`",
     "migrator/controller/in_force.py: f'{why}; {stays}'": "of PlanningFailed, and `stays`",
     "migrator/model/fields.py: f'{where} {what}'": "a reason within others",
+    "migrator/runtime/devices.py: shared.beside": "of `TakesAll`",
+    "migrator/runtime/devices.py: way.nbytes": "of `TakesAll`",
     "migrator/saved/dropped.py: f'{error} {FOR_RECOMPUTING}'": "of replays.py, with advice",
     "tiers/autoload.py: warning": "of config.py and config_sources.py",
     "tiers/cli/bench.py: f'{error.filename or command[0]}: {error.strerror}'": "what the system says",
