@@ -351,14 +351,6 @@ def test_report_does_without_what_accounts_for_the_plan(tmp_path, capsys, monkey
     assert "no account of the plan: " in capsys.readouterr().out
 
 
-def test_report_of_several_processes_names_their_directories(tmp_path, capsys):
-    for name in ("rank0", "rank1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "stats.json").write_text(json.dumps(STATS))
-    assert main(["report", str(tmp_path)]) == 2
-    assert f"name one of {tmp_path}/rank0, {tmp_path}/rank1" in capsys.readouterr().err
-
-
 def test_report_as_json_is_the_file(tmp_path, capsys):
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
     assert main(["report", "--json", str(tmp_path)]) == 0
