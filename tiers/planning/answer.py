@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,18 @@ def to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def render(answer: Answer) -> Iterator[str]:
-    """The answer in sentences."""
+def in_short(answer: Answer) -> str:
+    """The answer in one line."""
+    needed = "" if answer.needs is None else f"needs {format_at_least(answer.needs)} of hbm as predicted, "
+    text = f"{needed}ran in {format_size(answer.ran_in)} of {format_size(answer.budget)}"
+    times = answer.times_as_long
+    if times is None:
+        return f"{text}; what the budget costs cannot be told"
+    return f"{text}, and took {times:.2f} times as long as is predicted with all of that memory"
+
+
+def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
+    """The answer in sentences, and after it `hints`, what would help."""
     ran = f"the budget was {format_size(answer.budget)}, and the peak of the whole run {format_size(answer.ran_in)}"
     if answer.needs is None:
         yield ran
@@ -109,13 +119,14 @@ def render(answer: Answer) -> Iterator[str]:
     elif measured > LATE * predicted:
         yield (
             f"an iteration takes {times:.2f} times as long as is predicted with all of that memory; the plan explains "
-            f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told below"
+            f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told further on"
         )
     else:
         yield (
             f"an iteration takes {times:.2f} times as long as is predicted with all of that memory ({_ms(measured)}; "
             f"predicted were {_ms(predicted)})"
         )
+    yield from hints
 
 
 def _ms(seconds: float) -> str:
