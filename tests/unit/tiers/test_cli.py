@@ -145,6 +145,19 @@ def test_config_prints_values_and_origins(capsys, monkeypatch):
     assert "environment TIERS_HBM" in out
 
 
+@pytest.mark.parametrize("allocator", [None, "off"])
+def test_config_says_that_values_alone_turn_nothing_on(capsys, monkeypatch, tmp_path, allocator):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiers.toml").write_text('allocator = "torch"\nhbm.capacity = "20GiB"\n')
+    if allocator:
+        monkeypatch.setenv("TIERS_ALLOCATOR", allocator)
+    assert main(["config"]) == 0
+    assert "these values turn nothing on" in capsys.readouterr().out
+    monkeypatch.setenv("TIERS_ALLOCATOR", "torch")
+    assert main(["config"]) == 0
+    assert "turn nothing on" not in capsys.readouterr().out
+
+
 def test_config_as_json_is_exact(capsys, monkeypatch):
     monkeypatch.setenv("TIERS_HBM", "20GiB")
     assert main(["config", "--json"]) == 0
