@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.launcher import rank
+from torch_tiers.launcher import is_started_beside_others, rank
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.runtime.runtime import Runtime
 
@@ -30,9 +30,11 @@ class Spoken:
 
     def ends(self, runtime: Runtime, links: Links, stats: dict[str, Any], run: Path | None, *, written: bool) -> None:
         """Tell what the run came to; `run` is the directory that was asked for, and `written` whether it is there."""
-        if runtime.models.any_ran and not runtime.armed:  # a forked child, which forgot both, never comes here
-            # A report was asked for and there is none, which must not go unsaid.
-            (log.warning if run is not None else _say)(_inferred(stats))
+        if runtime.models.any_ran and not runtime.armed:
+            # Workers that preprocess with modules, and ranks but the first, have nothing to add.
+            if rank() == 0 and not is_started_beside_others():
+                # A report was asked for and there is none, which must not go unsaid.
+                (log.warning if run is not None else _say)(_inferred(stats))
             return
         if runtime.learned is None or not _is_heard():
             return

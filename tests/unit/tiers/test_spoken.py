@@ -93,5 +93,15 @@ def test_who_asked_for_a_report_of_a_program_that_only_infers_is_told_that_there
     assert "there is no report" in said
 
 
+def test_workers_that_use_modules_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import torch\n\ndef work():\n    with torch.no_grad():\n        torch.nn.Linear(8, 8)(torch.ones(8))\n"
+    )
+    starts = "from script import work; from multiprocessing import get_context as get; " + (
+        "worker = get('spawn').Process(target=work); worker.start(); worker.join(); assert worker.exitcode == 0"
+    )
+    assert run(starts, tmp_path, terminal=True, TIERS_RUN=str(tmp_path / "run")) == []
+
+
 def test_a_program_without_a_model_is_told_nothing(tmp_path: Path) -> None:
     assert run(NEITHER, tmp_path, terminal=True, TIERS_RUN=str(tmp_path / "run")) == []
