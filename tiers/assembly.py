@@ -46,6 +46,7 @@ from torch_tiers.plan_cache import PlanCacheOnDisk
 from torch_tiers.refusals import is_new
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
+from torch_tiers.spoken import Spoken
 
 log = logging.getLogger("tiers")
 
@@ -82,6 +83,7 @@ class Session:
         self._run = run_directory.find(config)
         self._timeline = Timeline(rank=rank()) if self._run is not None else None
         self._losses = Losses() if self._run is not None else None
+        self._spoken = Spoken()
         self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
         self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
@@ -108,8 +110,7 @@ class Session:
                 recorder=self._recorder,
                 substitutes=self._substitutes,
                 plan_cache=self._plan_cache,
-                # Not earlier: by now the program has its own handlers, and who never trains is left alone.
-                armed=self._before_sigterm.set if self._run is not None else lambda: None,
+                armed=self._armed,
                 timeline=self._timeline,
                 below=self._in_use_below,
             )
@@ -269,17 +270,16 @@ class Session:
 
     def _conclude(self) -> None:
         """Write the run directory, and say what the run came to."""
-        self._write_run(stats := self.stats())
+        stats = self.stats()
+        self._write_run(stats)
         self._shares.say_if_without_effect(trained=self.runtime.armed)
-        if self.runtime.learned is None or not log.isEnabledFor(logging.INFO):
-            return
-        from torch_tiers.planning import answer, why  # not before: tables take a while to import
+        self._spoken.ends(self.runtime, self._links(), stats, self._run, written=self._written)
 
-        (trace, plan), links = self.runtime.learned, self._links()
-        for line in answer.render(answer.answer_of(trace, links, stats, why.why(trace, plan, links, stats))):
-            log.info("%s", line)
-        if self._written:
-            log.info("more of it: tiers report %s", self._run)
+    def _armed(self) -> None:
+        self._spoken.begins(describe(self._config))
+        # Not earlier: by now the program has its own handlers, and who never trains is left alone.
+        if self._run is not None:
+            self._before_sigterm.set()
 
     def _write_run(self, stats: dict[str, Any]) -> None:
         self._before_sigterm.clear()  # from here on it would write beside what is half written

@@ -26,10 +26,16 @@ class Models:
     ----------
     hbm : callable
         A device's budget, in bytes.
+
+    Attributes
+    ----------
+    any_ran : bool
+        Whether there ever was one, be it gone or not.
     """
 
     def __init__(self, hbm: Callable[[torch.device], int]) -> None:
         self._hbm = hbm
+        self.any_ran = False
         self._known = WeakIdKeyDictionary()  # whether they train, by model, which may compare as it likes
         self._listing = threading.Lock()  # threads add while others go through them
 
@@ -40,6 +46,7 @@ class Models:
             return False
         with self._listing:
             self._known[model] = trains
+        self.any_ran = True
         return True
 
     def __contains__(self, model: nn.Module) -> bool:

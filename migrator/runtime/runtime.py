@@ -63,8 +63,8 @@ class Runtime:
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of these three
         self._savers = Savers()
-        self._models = Models(options.hbm)
-        given = self._models, self._devices, self._counters
+        self.models = Models(options.hbm)
+        given = self.models, self._devices, self._counters
         self._streaming = Streaming(lambda: self.options, *given, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         self._optimizers = Optimizers()
@@ -224,7 +224,7 @@ class Runtime:
             return self._streaming.active
         self._recount_static()
         try:
-            self._models.check(self._streaming.hbm_saved)
+            self.models.check(self._streaming.hbm_saved)
         except BudgetTooSmall as error:
             self._refuse(error)
         return self._streaming.active
@@ -239,7 +239,7 @@ class Runtime:
         """Count what lives as long as the program. Without a GPU no allocator does."""
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
-                held = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
+                held = weights.bytes_on(compute.device, self.models.tensors()) + self._optimizers.nbytes
                 compute.static = held - self._streaming.hbm_saved(compute.device)
 
     # -------------------------------------------------------------------------- iterations and steps

@@ -13,6 +13,11 @@ from torch_tiers.cli.verb import print_json, print_tables
 from torch_tiers.config import flatten, load
 from torch_tiers.topology import default_dram_capacity, read_memory
 
+_OFF = (
+    "note: these values turn nothing on: programs run as they are without the variable TIERS_ALLOCATOR=pages (or "
+    "torch), tiers run, or a tiers.session in code"
+)
+
 
 class ConfigVerb:
     """Print every effective value and where it came from.
@@ -36,7 +41,11 @@ class ConfigVerb:
         table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
         for key, value in values.items():
             table.add_row(key, _show(key, value), resolved.origin[key])
-        print_tables([table, *(f"note: {warning}" for warning in resolved.warnings)])
+        notes = [f"note: {warning}" for warning in resolved.warnings]
+        # A file may name an allocator, too, and alone turns nothing on: `import torch` asks the environment.
+        if resolved.config.allocator == "off" or not resolved.origin["allocator"].startswith("environment"):
+            notes.append(_OFF)
+        print_tables([table, *notes])
         return 0
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.cli import report_html, report_questions
-from torch_tiers.cli.run_files import known_links, read_json
+from torch_tiers.cli.run_files import known_links, read_json, slowest_rank
 from torch_tiers.cli.verb import CliError, print_json, print_tables
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import BadField
@@ -23,8 +23,10 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.planning import answer, neighbours, why
+from torch_tiers.planning.ranks import render as render_ranks
+from torch_tiers.planning.ranks import to_json as ranks_to_json
 from torch_tiers.planning.stats import stats_from_json
-from torch_tiers.run_directory import ENOUGH, LOSSES, PLAN, TRACE, by_iteration
+from torch_tiers.run_directory import ENOUGH, LOSSES, PLAN, STATS, TRACE, by_iteration
 
 _BAR = 20
 _WAYS = {
@@ -40,8 +42,8 @@ _WAYS = {
 class ReportVerb:
     """Print what a run did, and why its steps take what they take: tiers, lanes, stalls, the plan and what it costs.
 
-    Reads stats.json, and where there was a plan trace.json and plan.json, of a directory that TIERS_RUN named. With
-    --losses the exit code is 1 if they differ.
+    Reads stats.json, and where there was a plan trace.json and plan.json, of a directory that TIERS_RUN named. Of
+    several ranks all are compared, and the slowest is told of. With --losses the exit code is 1 if they differ.
     """
 
     name = "report"
@@ -72,7 +74,8 @@ class ReportVerb:
         if drawn:
             report_html.check(args.output, args.png, force=args.force)
         try:
-            path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
+            run_dir, ranks = (args.run_dir, {}) if args.run_dir.is_file() else slowest_rank(args.run_dir)
+            path = run_dir if run_dir.is_file() else run_dir / STATS
             if path.name in (PLAN, TRACE):
                 raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
             if not path.exists() and (path.parent / LOSSES).exists():
@@ -85,7 +88,9 @@ class ReportVerb:
             raise CliError(
                 f"{args.run_dir} cannot be read: {error.strerror}; name a directory that this user may read"
             ) from None
-        account = _account(path.parent, stats)
+        account, beside = _account(path.parent, stats), [*render_ranks(ranks)] if ranks else []
+        if beside and not args.json and not drawn:
+            print_tables(beside)
         if args.step is not None:
             recomputing = account.why.result.recomputing if isinstance(account, Account) else 0.0
             return report_questions.step(path.parent, args.step, recomputing, as_json=args.json)
@@ -95,12 +100,13 @@ class ReportVerb:
                 raise CliError(f"{path.parent} has no plan to read: {why_not}")
             return report_questions.modules(account.trace, account.plan, as_json=args.json)
         if drawn:
-            written = _draw(path.parent, stats, account, args)
+            written = _draw(path.parent, stats, account, beside, args)
             if not args.json:
                 print_tables([f"{file}: {format_size(file.stat().st_size)}" for file in written])
                 return 0
         if args.json:
-            print_json(stats | (account.to_json() if isinstance(account, Account) else {}))
+            told = stats | (account.to_json() if isinstance(account, Account) else {})
+            print_json(told | ({"rank": path.parent.name, "ranks": ranks_to_json(ranks)} if ranks else {}))
             return 0
         if not isinstance(account, Account):
             print_tables([*render(stats), *account])
@@ -197,13 +203,19 @@ def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
     return Account(answer.answer_of(trace, links, stats, account), account, trace, plan, links)
 
 
-def _draw(directory: Path, stats: dict[str, Any], account: Account | list[str], args: argparse.Namespace) -> list[Path]:
-    """Write the page and the pictures that are asked for; the files that these are."""
+def _draw(
+    directory: Path,
+    stats: dict[str, Any],
+    account: Account | list[str],
+    beside: list[RenderableType],
+    args: argparse.Namespace,
+) -> list[Path]:
+    """Write the page and the pictures that are asked for, with what lies `beside`; the files that these are."""
     from torch_tiers.planning.html.drawn import styled
     from torch_tiers.planning.html.planned import planned
     from torch_tiers.planning.html.report import sections
 
-    tables = [*render(stats), *(why.render(account.why) if isinstance(account, Account) else account)]
+    tables = [*beside, *render(stats), *(why.render(account.why) if isinstance(account, Account) else account)]
     if isinstance(account, Account):
         plan = planned(account.trace, account.plan, account.links, account.why, account.answer)
         head = [*answer.render(account.answer)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.cli.verb import CliError
@@ -15,7 +16,9 @@ from torch_tiers.config import load
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import LANES, Links, links_from
 from torch_tiers.migrator.model.trace import Trace
-from torch_tiers.run_directory import TRACE
+from torch_tiers.planning.ranks import slowest
+from torch_tiers.planning.stats import stats_from_json
+from torch_tiers.run_directory import STATS, TRACE
 
 MOST_UNPACKED = 256 * MiB
 """Bytes of a file, unpacked: those of the longest iteration that is recorded are a fifth of that."""
@@ -39,6 +42,8 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
         several = [str(other.parent) for other in file.parent.glob(f"*/{file.name}")]
         if several:
             names = ", ".join(sorted(several, key=lambda name: (len(name), name)))  # rank2 before rank10
+            if not all(re.fullmatch(r"(rank|process)\d+", Path(name).name) for name in several):
+                raise CliError(f"{file.parent} is no run, but holds some; name one of {names}") from None
             raise CliError(f"{file.parent} holds a directory for each process; name one of {names}") from None
         raise CliError(
             f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
@@ -48,6 +53,21 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
         raise CliError(
             f"{file} cannot be read: {error}; name a directory that TIERS_RUN named, whose run this version wrote"
         ) from None
+
+
+def ranks_of(directory: Path) -> dict[str, Path]:
+    """The directories of a run's ranks by their names, in order; none where it left no such, or is a rank's itself."""
+    if (directory / STATS).exists():
+        return {}
+    found = [path.parent for path in directory.glob(f"rank*/{STATS}") if path.parent.name[4:].isdecimal()]
+    return {path.name: path for path in sorted(found, key=lambda path: int(path.name[4:]))}
+
+
+def slowest_rank(directory: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The directory of the slowest rank, and the numbers of all by name; of a run of one process it is `directory`."""
+    ranks = ranks_of(directory)
+    stats = {name: read_json(path / STATS, stats_from_json) for name, path in ranks.items()}
+    return (ranks[slowest(stats)] if stats else directory), stats
 
 
 def _unpacked(file: Path) -> bytes:
@@ -90,6 +110,8 @@ def known_links(
 
 def trace_and_links(path: Path, rates: Mapping[str, float], dram: int | None) -> tuple[Trace, Links, int | None]:
     """A trace, or that of a run directory; the links, as far as `rates` gives them; bytes below HBM, if known."""
+    if path.is_dir():
+        path = slowest_rank(path)[0]
     trace = read_json(path if path.suffix in (".json", ".gz") else path / TRACE, trace_json.read)
     below, dram = known_below(dram)
     has_disk = below is not None and dram is not None and below > dram

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch_tiers.cli.run_files import read_json, trace_and_links
+from torch_tiers.cli.run_files import read_json, slowest_rank, trace_and_links
 from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables, size
 from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
 from torch_tiers.migrator.policies import MODULES
@@ -54,6 +54,8 @@ class SuggestVerb:
 
 def _allocator(directory: Path) -> str:
     """The allocator of the run that left the trace; ours where that is not known."""
+    if directory.is_dir():
+        directory = slowest_rank(directory)[0]
     if not (directory / STATS).is_file():
         return "pages"
     return str(read_json(directory / STATS, stats_from_json)["allocator"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,20 @@ def to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def render(answer: Answer) -> Iterator[str]:
-    """The answer in sentences."""
+def in_short(answer: Answer) -> str:
+    """The answer in one line."""
+    needed = "" if answer.needs is None else f"needs {format_at_least(answer.needs)} of hbm as predicted, "
+    budget, peak = format_size(answer.budget), format_size(answer.ran_in)
+    ran = f"ran in {peak} of {budget}" if answer.share is None else f"ran in {budget} after steps in {peak}"
+    text = f"{needed}{ran}"
+    times = answer.times_as_long
+    if times is None:
+        return f"{text}; what the budget costs cannot be told"
+    return f"{text}, and took {times:.2f} times as long as is predicted with all of that memory"
+
+
+def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
+    """The answer in sentences, and after it `hints`, what would help."""
     budget, peak = format_size(answer.budget), format_size(answer.ran_in)
     ran = f"the budget was {budget}, and the peak of the whole run {peak}"
     if answer.share is not None:
@@ -118,13 +130,14 @@ def render(answer: Answer) -> Iterator[str]:
     elif measured > LATE * predicted:
         yield (
             f"an iteration takes {times:.2f} times as long as is predicted with all of that memory; the plan explains "
-            f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told below"
+            f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told further on"
         )
     else:
         yield (
             f"an iteration takes {times:.2f} times as long as is predicted with all of that memory ({_ms(measured)}; "
             f"predicted were {_ms(predicted)})"
         )
+    yield from hints
 
 
 def _ms(seconds: float) -> str:

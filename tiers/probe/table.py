@@ -64,7 +64,9 @@ def _bandwidths(results: Sequence[PathResult]) -> Iterator[RenderableType]:
     sizes = sorted({sample.size for result in measured for sample in result.samples})
     if not sizes:
         return
-    table = Table("path", box=box.SIMPLE, pad_edge=False, title="GB/s by size of a copy", title_justify="left")
+    # Padded on one side: ten sizes and the paths' names have to fit into 80 columns.
+    table = Table("path", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = "GB/s by size of a copy"
     for size in sizes:
         table.add_column(short_size(size), justify="right")
     for result in measured:

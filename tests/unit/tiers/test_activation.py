@@ -284,7 +284,8 @@ step(2)
 
 def test_a_program_that_trains_nothing_writes_nothing(tmp_path: Path) -> None:
     done = tiered(START + "with torch.no_grad(): model(torch.zeros(1, 256))", TIERS_RUN=tmp_path / "run")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "there is no report" in done.stderr  # though one was asked for
     assert not (tmp_path / "run").exists()
 
 

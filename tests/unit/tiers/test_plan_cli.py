@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
-from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.allocator.sizes import GiB, MiB, format_size
 from torch_tiers.cli.main import main
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
@@ -231,6 +231,24 @@ def test_a_plot_is_drawn_and_not_overwritten(tmp_path: Path, capsys: pytest.Capt
     assert "<svg" in picture.read_text()
     assert main(["plan", str(file), "--budget", "12GiB", "--plot", str(picture)]) == 2
     assert main(["plan", str(file), "--budget", "12GiB", "--plot", str(picture), "--force"]) == 0
+
+
+def test_a_plot_marks_the_parts_of_the_step_and_tells_each_plan_s_step_and_peak(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import rc_context
+
+    picture = trace.with_name("plan.svg")
+    with rc_context({"svg.fonttype": "none"}):  # letters stay letters
+        output(capsys, trace, "--budget", "12GiB", "--policy", "auto,keep", "--plot", picture)
+    told = json.loads(output(capsys, trace, "--budget", "12GiB", "--policy", "auto,keep", "--json"))["policies"]
+    drawn = picture.read_text()
+    assert all(f">{part}<" in drawn for part in ("forward", "backward"))
+    for name in ("auto", "keep"):
+        step, peak = told[name]["step_s"] * 1e3, format_size(told[name]["peak"]["hbm"])
+        assert f"{name}: step {step:.1f} ms, peak {peak}" in drawn
+    assert "budget 12.0 GiB" in drawn
 
 
 def test_links_that_were_not_measured_are_taken_for_granted() -> None:

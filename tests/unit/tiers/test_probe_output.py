@@ -25,8 +25,8 @@ SCHEMA = json.loads(files("torch_tiers.probe").joinpath("schema.json").read_text
 LINKS = LinksConfig(d2h=55e9, h2d=54e9, disk_write=3e9, disk_read=2.5e9)
 
 
-def text_of(some: object) -> str:
-    console = Console(width=120, file=io.StringIO())
+def text_of(some: object, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO())
     for part in render(some):
         console.print(part)
     return console.file.getvalue()
@@ -65,6 +65,15 @@ def test_the_table_shows_bandwidth_by_size_and_under_load() -> None:
     assert "d2h hbm0>dram0" in text
     assert "55.0" in text
     assert "45.0 (98)" in text
+
+
+def test_ten_sizes_fit_into_80_columns_and_names_stay_whole() -> None:
+    rates = {4**power * KiB: 55 * GB for power in range(1, 10)} | {GiB: 1055 * GB / 10}
+    text = text_of(report(result("disk_write", rates), result("d2h", rates)), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    words = text.split()
+    assert {"disk_write", "dram0>nvme", "hbm0>dram0"} <= set(words)
 
 
 def test_the_header_tells_versions_link_clock_drive_and_gds() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.numbers_of_a_run import STATS
 from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import BadField
 from torch_tiers.migrator.model.links import Links, links_from
@@ -27,7 +28,6 @@ from torch_tiers.planning.html.groups import bars_of
 from torch_tiers.planning.html.history import history_from_json
 from torch_tiers.planning.html.planned import Planned, planned
 from torch_tiers.planning.html.thin import every, extremes, merged, shares
-from torch_tiers.planning.suggest import needs
 from torch_tiers.planning.why import why
 
 DATA = Path(__file__).parents[2] / "data"
@@ -157,18 +157,20 @@ def test_steps_that_are_told_as_one_took_the_same_each() -> None:
     assert of.dropped == 7
 
 
-def test_a_plan_belongs_to_the_step_in_which_it_was_adopted() -> None:
+def test_a_plan_and_a_verdict_belong_to_the_step_in_which_they_came() -> None:
     said = timeline(
         step("step 2", 0, 1e6),
         step("step 3", 1e6, 1e6),
         event("plan by auto", 1.5e6, plan="1 GiB moves"),
         event("learns anew", 9e6),
+        event("monitor", 9e6, says="memory bus saturated by others"),
         event("hooks rest", 9e6),
     )
     marks = history_from_json(said).marks
     assert [(mark.step, mark.name, mark.more) for mark in marks] == [
         (3, "plan by auto", "1 GiB moves"),
         (3, "learns anew", ""),
+        (3, "monitor", "memory bus saturated by others"),
     ]
 
 

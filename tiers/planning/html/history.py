@@ -15,6 +15,7 @@ from torch_tiers.migrator.telemetry.trace_events import EVENTS, STEPS
 
 PLAN = "plan by "  # how the name of an event begins that says that a plan was adopted
 ANEW = "learns anew"
+VERDICT = "monitor"  # what it says of the memory bus has changed
 
 micros = partial(finite, low=-1e6 * MOST_SECONDS, high=1e6 * MOST_SECONDS)
 _number = partial(whole, high=1 << 62)
@@ -40,7 +41,7 @@ class History:
     seconds : array of float
         What each took.
     marks : tuple of Mark
-        The plans, and where a program was recorded anew.
+        The plans, the monitor's verdicts, and where a program was recorded anew.
     dropped : int
         Events that the timeline did not keep: early ones, of steps that were not slow.
     """
@@ -68,7 +69,7 @@ def history_from_json(content: str) -> History:
         kind = event.get("cat") if isinstance(event, dict) else None
         if kind == STEPS:
             steps.append(_step(event))
-        elif kind == EVENTS and text(field(event, "name", "event"), "event.name").startswith((PLAN, ANEW)):
+        elif kind == EVENTS and text(field(event, "name", "event"), "event.name").startswith((PLAN, ANEW, VERDICT)):
             marks.append((micros(field(event, "ts", "event"), "event.ts"), event))
     ends, numbers, seconds = (np.array(column) for column in zip(*sorted(steps), strict=True)) if steps else _NONE
     found = tuple(_mark(event, _at(at, ends, numbers)) for at, event in sorted(marks, key=lambda mark: mark[0]))
@@ -108,5 +109,5 @@ def _at(at: float, ends: Floats, numbers: Floats) -> float:
 
 def _mark(event: Mapping[str, Any], step: float) -> Mark:
     more = event.get("args", {})
-    said = more.get("plan", "") if isinstance(more, dict) else ""
+    said = more.get("plan", more.get("says", "")) if isinstance(more, dict) else ""
     return Mark(step, event["name"], said if isinstance(said, str) else "")

@@ -1,17 +1,17 @@
-"""Step time over the run, with the plans."""
+"""Step time over the run, with the plans and the monitor's verdicts."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torch_tiers.planning.html.axes import COLOURS, blank
-from torch_tiers.planning.html.history import PLAN, History, Mark
+from torch_tiers.planning.html.history import ANEW, PLAN, VERDICT, History, Mark
 from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.html.thin import every, extremes
 
 _BUCKETS = 500
-_LINES = 60  # upright ones, of plans
-_TOLD = 12  # plans, in words
+_LINES = 60  # upright ones, of each kind
+_TOLD = 12  # plans, and verdicts, in words
 _STEEP = 8  # times the median: the first steps would leave the others no height
 
 
@@ -22,6 +22,8 @@ def steps(of: History | str) -> Section:
         return Section(name, title, (of,))
     if not len(of.numbers):
         return Section(name, title, ("The timeline has no steps: its first one has no beginning.",))
+    from matplotlib.ticker import MaxNLocator
+
     figure = blank(3.0)
     axes = figure.add_subplot()
     took = of.seconds * 1e3
@@ -30,10 +32,12 @@ def steps(of: History | str) -> Section:
     axes.plot(of.numbers[picked], took[picked], color=COLOURS["hbm"], linewidth=0.8, marker=marker, label="step")
     usual = float(np.median(took))
     axes.axhline(usual, color=COLOURS["waiting"], linewidth=0.8, linestyle=":", label="median")
-    for colour, label, marks in (
-        ("plan", "a plan is adopted", [mark for mark in of.marks if mark.name.startswith(PLAN)]),
-        ("stall", "recorded anew", [mark for mark in of.marks if not mark.name.startswith(PLAN)]),
+    for colour, label, kind in (
+        ("plan", "a plan is adopted", PLAN),
+        ("stall", "recorded anew", ANEW),
+        ("dram", "the monitor's verdict", VERDICT),
     ):
+        marks = _of(of, kind)
         for count, number in enumerate(every(marks, _LINES)):
             axes.axvline(
                 marks[number].step, color=COLOURS[colour], linewidth=0.9, linestyle="--", label=None if count else label
@@ -44,6 +48,7 @@ def steps(of: History | str) -> Section:
     else:
         axes.set_ylim(0, 1.1 * max(float(took.max()), 1e-3))
     axes.set(xlabel="step", ylabel="ms")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
     return Section(name, title, _said(of, thinned=len(picked) < len(took)), figure)
@@ -55,12 +60,17 @@ def _said(of: History, *, thinned: bool) -> tuple[str, ...]:
         said.append(f"Of {len(of.numbers)} steps the shortest and the longest of each stretch of the run are drawn.")
     if of.dropped:
         said.append(f"The timeline did not keep {of.dropped} early events.")
-    plans = [mark for mark in of.marks if mark.name.startswith(PLAN)]
-    said += [_plan(mark) for mark in plans[:_TOLD]]
-    if len(plans) > _TOLD:
-        said.append(f"There were {len(plans) - _TOLD} more plans.")
+    for kind, kinds in ((PLAN, "plans"), (VERDICT, "verdicts of the monitor")):
+        marks = _of(of, kind)
+        said += [_told(mark) for mark in marks[:_TOLD]]
+        if len(marks) > _TOLD:
+            said.append(f"There were {len(marks) - _TOLD} more {kinds}.")
     return tuple(said) or ("The timeline tells of no plan.",)
 
 
-def _plan(mark: Mark) -> str:
+def _of(history: History, kind: str) -> list[Mark]:
+    return [mark for mark in history.marks if mark.name.startswith(kind)]
+
+
+def _told(mark: Mark) -> str:
     return f"Step {mark.step:.0f}: {mark.name}{': ' if mark.more else ''}{mark.more}"

@@ -1,0 +1,78 @@
+"""What a session says of itself to who looks on: one line as training begins, and what the run came to at its end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.launcher import is_started_beside_others, rank
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.runtime.runtime import Runtime
+
+log = logging.getLogger("tiers")
+
+
+class Spoken:
+    """Says a line at the beginning and one at the end on a terminal, and more with ``TIERS_LOG=info``."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begins(self, what: str) -> None:
+        """Tell once that training begins with tiers, and with `what`. Called in each thread that trains."""
+        if not self._begun:
+            self._begun = True
+            _say(f"at work: {what}")
+
+    def ends(self, runtime: Runtime, links: Links, stats: dict[str, Any], run: Path | None, *, written: bool) -> None:
+        """Tell what the run came to; `run` is the directory that was asked for, and `written` whether it is there."""
+        if runtime.models.any_ran and not runtime.armed:
+            # Workers that preprocess with modules, and ranks but the first, have nothing to add.
+            if rank() == 0 and not is_started_beside_others():
+                # A report was asked for and there is none, which must not go unsaid.
+                (log.warning if run is not None else _say)(_inferred(stats))
+            return
+        if runtime.learned is None or not _is_heard():
+            return
+        from torch_tiers.planning import answer, why  # not before: tables take a while to import
+
+        trace, plan = runtime.learned
+        account = why.why(trace, plan, links, stats)
+        answered = answer.answer_of(trace, links, stats, account)
+        if not log.isEnabledFor(logging.INFO):
+            _say(f"{answer.in_short(answered)}; {_more(run, written=written)}")
+            return
+        for line in answer.render(answered, account.hints):
+            log.info("%s", line)
+        log.info("%s", _more(run, written=written))
+
+
+def _more(run: Path | None, *, written: bool) -> str:
+    if written:
+        return f"more of it: tiers report {run}; other budgets: tiers suggest {run}"
+    return "more of it: run with TIERS_RUN=DIR, then tiers report DIR and tiers suggest DIR"
+
+
+def _inferred(stats: Mapping[str, Any]) -> str:
+    text = "nothing trained, so nothing was planned and there is no report: what moves is what backward needs"
+    if stats["allocator"] != "pages":
+        return f"{text}; weights are kept within TIERS_HBM by TIERS_ALLOCATOR=pages alone"
+    lay = f": {format_size(stats['demoted'])} lay in dram at the end" if stats["demoted"] else ""
+    return f"{text}; weights that exceed TIERS_HBM are streamed{lay}"
+
+
+def _is_heard() -> bool:
+    """Whether somebody asked for what is to be known, or looks on; of several ranks the first alone speaks unasked."""
+    if log.isEnabledFor(logging.INFO):
+        return True
+    return log.isEnabledFor(logging.WARNING) and rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
+
+
+def _say(text: str) -> None:
+    if _is_heard():
+        # Past the logger's own level: it is no warning, and on a terminal it is said all the same.
+        log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (text,), None))
