@@ -16,8 +16,11 @@ PAGE = (ROOT / "docs/guides/policies.md").read_text()
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_policy_has_its_paragraph_and_its_paper(name: str) -> None:
-    (paragraph,) = (text for text in PAGE.split("\n\n") if f"**{name}**" in text)
-    path = ROOT / f"migrator/policies/{MODULES[name].partition(':')[0]}.py"
+    file = f"migrator/policies/{MODULES[name].partition(':')[0]}.py"
+    named = re.compile(rf"\*\*(\[{re.escape(name)}\]\(../../{re.escape(file)}\)|{re.escape(name)})\*\*")
+    (paragraph,) = (text for text in PAGE.split("\n\n") if named.search(text))
+    assert f"](../../{file})" in paragraph, "its page on the site, and its file elsewhere"
+    path = ROOT / file
     source = ast.get_docstring(ast.parse(path.read_text())) or ""
     papers = re.findall(r"\((\w+ et al\., [^,):]+)", source)
     assert [paper for paper in papers if paper not in paragraph.replace("\n", " ")] == []
