@@ -27,12 +27,12 @@ for i in range(40):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item().hex())
-print(torch.cuda.max_memory_allocated(), *losses)
+print(torch.cuda.max_memory_reserved(), *losses)
 """
 
 
 def run(**variables: str) -> tuple[int, list[str]]:
-    """Run the program; return its peak in the last steps, and its losses."""
+    """Run the program; return the most that it reserved in the last steps, and its losses."""
     environment = {**os.environ, **variables, "TIERS_PLAN_CACHE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
