@@ -57,19 +57,18 @@ def install(hbm: int, dram: int, account: Account | None) -> None:
 
 
 def check_budget(capacity: int | None) -> None:
-    """Refuse another budget than the allocator has that is under PyTorch: nothing would keep it.
+    """Refuse a larger budget than the allocator has that is under PyTorch: nothing would give it more.
 
     Raises
     ------
     ConfigError
-        If `capacity` is another.
+        If `capacity` is larger.
     """
-    if _hbm is None or capacity in (None, _hbm):
+    if not _hbm or capacity is None or capacity <= _hbm:
         return
-    has = format_size(_hbm) if _hbm else "all of hbm, as for a share"
     raise ConfigError(
-        f"hbm.capacity is {format_size(capacity or 0)}, and our allocator, which lasts as long as the process, was "
-        f"given {has}: ask for that again, or start another process"
+        f"hbm.capacity is {format_size(capacity)}, and our allocator, which lasts as long as the process, was given "
+        f"{format_size(_hbm)}: ask for no more than that, or start another process"
     )
 
 

@@ -268,8 +268,8 @@ class Devices:
         shared = self._with_direct_way(shared, device, options)
         log = DeviceLog(str(device), self._counters, budget, shared.beside, options.below)
         shared = replace(shared, log=log, provisional=options.settle_budget is not None)
-        if pages is not None and shared.beside:
-            pages.withhold(device, shared.beside)
+        if pages is not None:  # which an earlier session may have given more
+            pages.withhold(device, shared.beside + max(0, pages.limit(device) - budget))
             self._withheld[device] = pages
         if device.type == "cuda" and options.enforce:
             self._limit(device, shared)

@@ -127,8 +127,8 @@ def test_what_lies_beside_an_allocator_is_within_the_budget(
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
-    allocator = Withholding()
-    for pages, enforce in ((None, True), (allocator, False)):
+    allocator, larger = Withholding(50), Withholding(80)  # that of an earlier session with a larger budget
+    for pages, enforce in ((None, True), (allocator, False), (larger, False)):
         every: Any = Devices(Counters())
         options = SimpleNamespace(
             settle_budget=None,
@@ -145,6 +145,7 @@ def test_what_lies_beside_an_allocator_is_within_the_budget(
         every.close()
     assert fractions[0] == 0.25
     assert allocator.withheld == [25, 0]  # it lasts longer than the session
+    assert larger.withheld == [25 + 30, 0]
 
 
 @pytest.mark.parametrize("with_pages", [True, False])
@@ -154,7 +155,7 @@ def test_of_two_threads_that_know_what_an_iteration_needs_the_first_settles_the_
     fractions: list[float] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
-    allocator, every = Withholding(), Devices(Counters())
+    allocator, every = Withholding(100), Devices(Counters())
     every.opened[GPU] = Device(HostCompute(Counters()), None, None, 100, provisional=True)  # type: ignore[arg-type]
     options: Any = SimpleNamespace(
         settle_budget=lambda device, needed, most: min(needed, most), pages=lambda: allocator if with_pages else None
@@ -170,8 +171,12 @@ def test_of_two_threads_that_know_what_an_iteration_needs_the_first_settles_the_
 class Withholding:
     """An allocator that keeps some of its budget for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
         self.withheld: list[int] = []
+        self._budget = budget
+
+    def limit(self, device: torch.device) -> int:
+        return self._budget
 
     def peaks(self, device: torch.device) -> None:
         """Nobody asks."""
