@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import torch_tiers as tiers
 from tests.programs import deterministic_kernels
 from tests.scenarios import batch, main, moving, perceptron, train
+from torch_tiers import paging
 from torch_tiers.allocator.sizes import GiB, MiB
 
 TRIES = 8  # where other processes use the device, too, what it has left changes at any time
@@ -103,6 +105,17 @@ def out_of_memory_means_that_every_tier_is_full(device: torch.device) -> None:
     assert torch.cuda.memory_stats()["num_ooms"] >= 1
     torch.ones(1000, device=device).sum().item()  # and the program goes on
     torch.cuda.empty_cache()
+
+
+def a_later_session_may_have_less(device: torch.device) -> None:
+    pages = paging.installed()
+    assert pages is not None
+    before = pages.limit(device)
+    with tiers.session(allocator="pages", hbm="512MiB", dram="4GiB") as session:
+        train(perceptron(device), device, steps=4)
+        assert session.stats()["budget"]["hbm"] == 512 * MiB
+        assert pages.limit(device) <= 512 * MiB
+    assert pages.limit(device) == before
 
 
 def memory_used_on_another_stream_is_kept_until_that_is_done(device: torch.device) -> None:
