@@ -39,6 +39,7 @@ class Budget:
 
     def __init__(self, target: int) -> None:
         self.target = target
+        self.free = 0  # bytes of the target that plans leave free in any case
         self.correction = 0  # in bytes
         # Not `PlansInForce.iterations`: this begins anew when memory is asked for in another order, too, and what ends
         # while plans are made, or is refused, is not looked at.
@@ -65,8 +66,8 @@ class Budget:
             self._room = max(0, self.target - peak)
 
     def before_correction(self, trace: Trace) -> int:
-        """Return the budget of a plan for `trace`: all of the target if it was measured what else lies in HBM."""
-        return self.target if trace.others else self._room or 0
+        """Return the budget of a plan for `trace`: the target if it was measured what else lies in HBM."""
+        return self.target - self.free if trace.others else self._room or 0
 
     def adopted(self) -> None:
         """Take note that the plans changed, and with them what the allocator caches."""

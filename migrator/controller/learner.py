@@ -63,6 +63,9 @@ class Learner:
         Warnings that were given already: the threads of a device come and go, and one warning is enough.
     begun : int
         Iterations of the program before it, which logs count, too.
+    without_layout : int
+        Bytes of the target that plans leave free where iterations differ in size, as the allocator lays none of them
+        out.
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class Learner:
         plan_cache: PlanCache | None = None,
         warned: set[str] | None = None,
         begun: int = 0,
+        without_layout: int = 0,
     ) -> None:
         self._target = target
         self._cached = CachedRun(plan_cache, target)
+        self._without_layout = without_layout
         self._static: Callable[[], int] = int  # bytes in use between iterations
         self._requests = PlanRequests(policy, submit, must_fit=must_fit)
         self._in_force = PlansInForce(target if budget is None else budget, set() if warned is None else warned)
@@ -282,6 +287,7 @@ class Learner:
         """Ask for plans; return whether there are others already. Those in force `may_stay` if they are as good."""
         self._due = False
         traces = self._recordings.traces
+        self._feedback.budget.free = self._without_layout if self._recordings.varies else 0
         present = self._in_force.planned if may_stay and self._in_force.are_for(traces) else ()
         self._requests.ask(self._feedback.request(traces, present), traces)
         return self._adopt()

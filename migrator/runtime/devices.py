@@ -18,7 +18,7 @@ from torch_tiers.migrator.controller.background import in_background
 from torch_tiers.migrator.controller.budget import SETTLED
 from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
-from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
+from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS, WITHOUT_LAYOUT
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct, TakesAll
 from torch_tiers.migrator.offload.engine import Engine
@@ -177,6 +177,7 @@ class Devices:
             plan_cache=options.plan_cache(device, target),
             warned=shared.warned,
             begun=self._counters.iterations,
+            without_layout=int(WITHOUT_LAYOUT * shared.room) if device.type == "cuda" and options.pages() else 0,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None
         keeps = options.policy == "keep"
