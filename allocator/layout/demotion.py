@@ -27,10 +27,10 @@ class Resident:
 def demote_or_promote(
     residents: Sequence[Resident], *, short: int, spare: int, budget: int, page: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Blocks to demote to DRAM, the largest first, or blocks to promote to HBM, the smallest first.
+    """Blocks to demote to DRAM, or blocks to promote to HBM, the smallest first.
 
-    Of state that is enough by itself the smallest is demoted: all of it is read over the link once a step. State is
-    demoted before weights, and promoted after them. Of weights those are taken that lie evenly among the rest.
+    The smallest block of state that makes room enough is demoted. Where none does, the largest is, and then more. State
+    is demoted before weights, and promoted after them. Weights are chosen evenly over the model.
 
     Parameters
     ----------

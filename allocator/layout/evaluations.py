@@ -49,8 +49,8 @@ class Evaluations:
     def needed(self, dram: int, spilled: int) -> int:
         """Bytes of `spilled` that training had no room for; ask before `period_over`.
 
-        What only pages of the layout went to after the steps, in one period alone, is an evaluation's: the next step
-        maps them again.
+        After the period's steps an evaluation may take pages of the layout's region, which the next step maps again. So
+        what grew after the steps, without more DRAM, does not count, unless it did so in the period before, too.
         """
         at_step = self._at_step
         late = at_step is not None and dram <= at_step.dram and spilled > at_step.spilled

@@ -112,8 +112,8 @@ struct tn_core {
   int lifetime_class = TN_ANY;
   uint64_t most_state = UINT64_MAX;  // bytes of state in HBM
   int64_t demoted = 0;               // bytes in use of state and weights that lie in DRAM, as they may
-  // Bytes for which there was no room in HBM: in use in DRAM now; and the most in this period, and in the one before,
-  // with what the layout's region lacked.
+  // Bytes for which there was no room in HBM. `spilled` are in use in DRAM now. The others are the most in this period,
+  // and in the one before; they count what the layout's region lacked, too.
   int64_t spilled = 0, spilled_most = 0, spilled_before = 0;
   int captures = 0;   // of graphs that may be under way
   tiers::Log log[3];  // of the present period, the one before, and the one before that

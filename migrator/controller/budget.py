@@ -51,9 +51,9 @@ class Budget:
         self._overflow: int | None = None  # when the budget was last cut for it
         self._highest = 0  # of the peaks under the present plans
         self._flushes: list[bool] = []  # for the last `SURE` of these iterations, whether the allocator flushed
-        self._spills = 0  # of these in a row, those for which HBM had no room
-        self._fits = 0  # and those for which it had
-        self._overflow_cuts = 0  # of the budget for overflow, for the present trace
+        self._spills = 0  # iterations in a row for which HBM had no room, of those whose memory was laid out
+        self._fits = 0  # the same for which it had room
+        self._overflow_cuts = 0  # how often the budget was cut for overflow, for the present trace
         self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
 
     def __str__(self) -> str:

@@ -36,12 +36,13 @@ class SuggestVerb:
         from torch_tiers.migrator.controller.planned import needs
         from torch_tiers.planning.suggest import best, offers, render, to_json
 
-        trace, links, below = trace_and_links(args.trace, {}, args.dram)
+        found = slowest_rank(args.trace)[0] if args.trace.is_dir() else args.trace
+        trace, links, below = trace_and_links(found, {}, args.dram)
         if not (trace.times and trace.others):
             raise CliError(
                 f"{args.trace}: the trace has no times, or does not tell what else lies in hbm: record it anew"
             )
-        allocator = _allocator(args.trace)
+        allocator = _allocator(found)
         needed = needs(trace, links)
         free = FRAGMENTS if allocator == "torch" else LAYOUTS
         made = offers(trace, needed, links, args.policy, free=free, below=below)
@@ -54,8 +55,6 @@ class SuggestVerb:
 
 def _allocator(directory: Path) -> str:
     """The allocator of the run that left the trace; ours where that is not known."""
-    if directory.is_dir():
-        directory = slowest_rank(directory)[0]
     if not (directory / STATS).is_file():
         return "pages"
     return str(read_json(directory / STATS, stats_from_json)["allocator"])
