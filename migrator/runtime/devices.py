@@ -211,11 +211,12 @@ class Devices:
                 self._withheld[device] = pages
             if shared.log is not None:
                 shared.log.budget = budget
-            self.opened[device] = shared = replace(shared, budget=budget, provisional=False)
+            shared = replace(shared, budget=budget, provisional=False)
             if device.type == "cuda" and pages is None:
+                # This also frees what the first steps reserved, which would stay until the limit is met.
+                shared = replace(shared, holes=holes(device))
                 self._limit(device, shared)
-                if not torch.cuda.is_current_stream_capturing():
-                    torch.cuda.empty_cache()  # else what the first steps took stays reserved until the limit is met
+            self.opened[device] = shared
 
     def _limit(self, device: torch.device, shared: Device) -> None:
         """Have PyTorch's allocator stay within the budget, unless there is no room below HBM."""

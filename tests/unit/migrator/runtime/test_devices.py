@@ -153,6 +153,8 @@ def test_of_two_threads_that_know_what_an_iteration_needs_the_first_settles_the_
     emptied: list[str], monkeypatch: pytest.MonkeyPatch, *, with_pages: bool
 ) -> None:
     fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
     allocator, every = Withholding(100), Devices(Counters())
@@ -166,6 +168,7 @@ def test_of_two_threads_that_know_what_an_iteration_needs_the_first_settles_the_
     assert allocator.withheld == ([40] if with_pages else [])
     assert fractions == ([] if with_pages else [0.06])
     assert emptied == ([] if with_pages else ["emptied"])  # which PyTorch would keep reserved
+    assert every.opened[GPU].holes == (0 if with_pages else 2)  # which the first steps left, and plans cannot have
 
 
 class Withholding:
