@@ -114,48 +114,29 @@ class Operator:
         What was called.
     inputs, outputs : tuple of Value
         As they were before, and after.
-    module : int
-        What `Recorder.enter` was given last.
     thread : int
         One number for each thread of the process that ever recorded.
-    graph_task : int or None
-        The backward that it ran in.
     stream : int
         Of the device that it ran on, as PyTorch numbers them; 0 is the default one.
     waits : bool
         Whether the host waits for the device in it, if it is one that computes by itself.
     raised : bool
         Whether it ended with an exception. Then it has no outputs.
-    begun, ran : int
-        When it came by, on `time.perf_counter_ns`'s clock, and for how long it ran then, in ns.
-    before, after : int
-        What of the host's time recording took, before it ran and after, in ns.
     """
 
     number: int
     step: Step
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    module: int
     thread: int
-    graph_task: int | None
     stream: int
     waits: bool
     raised: bool
-    begun: int
-    ran: int
-    before: int
-    after: int
 
     @property
     def name(self) -> str:
         """``aten::add.Tensor``."""
         return self.step.name
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether it ran in a backward, or in what one recomputes."""
-        return self.graph_task is not None
 
     @property
     def writes(self) -> tuple[Value, ...]:

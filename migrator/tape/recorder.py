@@ -30,15 +30,9 @@ class Recorder:
     ----------
     clock : OperatorClock
         What operators take a device.
-    enter : callable
-        Given a number: operators from now on belong to that module.
-    position : callable
-        Given a number: a mark between the operator before and the one that follows.
     pause, resume : callable
         Nothing that this thread does is recorded until `resume` is given what `pause` returned. Neither takes longer
         than a call.
-    saved : callable
-        Given a tensor that autograd saves: note it. Returns its storage, its version and its state, or None.
     settings : callable
         Which of PyTorch's settings there are that change which kernels run, or how, as one number.
     unseen : callable
@@ -51,11 +45,8 @@ class Recorder:
 
     def __init__(self, library: native.Recorder) -> None:
         self._native = library
-        self.enter: Callable[[int], None] = library.enter
-        self.position: Callable[[int], None] = library.position
         self.pause: Callable[[], bool] = library.pause
         self.resume: Callable[[bool], None] = library.resume
-        self.saved: Callable[[Tensor], native.Use | None] = library.saved
         self.settings: Callable[[], int] = library.settings
         self.unseen: Callable[[Tensor | None], None] = library.unseen
         self.effects: Callable[[str, str], tuple[list[int], bool, bool, int]] = library.effects

@@ -1,4 +1,4 @@
-"""A tape: the operators of one record, what autograd saved meanwhile, and where generators were, as plain data.
+"""A tape: the operators of one record, and where generators were, as plain data.
 
 Nothing here keeps a tensor of the program's, or its memory.
 """
@@ -18,26 +18,9 @@ from torch_tiers.migrator.tape import native
 from torch_tiers.migrator.tape.closure import Closure, Refused, Stops, closure
 from torch_tiers.migrator.tape.operators import Form, Operator, Step, Value
 
-_CALL = struct.Struct("=QQqIIIIIIIIIiBBHI")  # `Packed` of native/tape.cpp
+_CALL = struct.Struct("=qIIIIIIBBHI")  # `Packed` of native/tape.cpp
 _USE = struct.Struct("=IIi")
 _NO_STORAGE = _NO_VERSION = 2**32 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Autograd saved a value after so many operators: an input of the next one, or an output of the last."""
-
-    position: int
-    value: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Somebody called `Recorder.position` after so many operators, at this time."""
-
-    position: int
-    number: int
-    when: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +57,11 @@ class Tape:
     ----------
     thread : int
         That recorded; see `Operator.thread`.
-    began : int
-        When, in ns.
-    structure : int
-        Records that ran the same operators on the same shapes, fed by the same operators, have the same.
-    known : int
-        Operators that were the same as in the record before.
     broken : str or None
         Why this is no true record; it is not to be used then.
     """
 
     thread: int
-    began: int
-    structure: int
-    known: int
     broken: str | None
     _recorder: native.Recorder = field(repr=False)
     _record: native.Record = field(repr=False)
@@ -97,8 +71,8 @@ class Tape:
     def read(cls, recorder: native.Recorder, record: native.Record) -> Tape:
         """The tape of a record that is over."""
         contents = recorder.contents(record)
-        thread, began, known, structure, broken = contents[:5]
-        return cls(thread, began, structure, known, broken, recorder, record, contents)
+        thread, broken = contents[:2]
+        return cls(thread, broken, recorder, record, contents)
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
@@ -110,31 +84,18 @@ class Tape:
         """What was called, each once."""
         return tuple(
             Step(number, name, tuple(args), tuple(places), _forms(inputs), _forms(outputs), frozenset(written), *how)
-            for number, name, args, places, inputs, outputs, written, *how in self._contents[8]
+            for number, name, args, places, inputs, outputs, written, *how in self._contents[5]
         )
 
     @cached_property
     def storages(self) -> tuple[int, ...]:
         """How many bytes each storage has had last."""
-        return tuple(memoryview(self._contents[7]).cast("Q"))
-
-    @cached_property
-    def saves(self) -> tuple[Save, ...]:
-        """What autograd saved, in order."""
-        return tuple(
-            Save(position, _value(_unsigned(storage), _unsigned(version), state, _form(form)))
-            for position, storage, version, state, form in self._contents[9]
-        )
-
-    @cached_property
-    def marks(self) -> tuple[Mark, ...]:
-        """In order."""
-        return tuple(Mark(*parts) for parts in self._contents[10])
+        return tuple(memoryview(self._contents[4]).cast("Q"))
 
     @cached_property
     def draws(self) -> tuple[Draw, ...]:
         """In the operators' order."""
-        return tuple(Draw(*parts) for parts in self._contents[11])
+        return tuple(Draw(*parts) for parts in self._contents[6])
 
     @property
     def nbytes(self) -> int:
@@ -166,26 +127,20 @@ class Tape:
         return self._recorder.is_alive(self._record, storage)
 
     def _operators(self) -> Iterator[Operator]:
-        steps, uses = self.steps, list(_USE.iter_unpack(self._contents[6]))
-        calls = _CALL.iter_unpack(self._contents[5])
-        for number, (begun, ran, stream, before, after, step, *rest) in enumerate(calls):
-            inputs, inputs_count, outputs, outputs_count, module, thread, graph_task, waits, raised, *_ = rest
+        steps, uses = self.steps, list(_USE.iter_unpack(self._contents[3]))
+        calls = _CALL.iter_unpack(self._contents[2])
+        for number, (stream, step, *rest) in enumerate(calls):
+            inputs, inputs_count, outputs, outputs_count, thread, waits, raised, *_ = rest
             what = steps[step]
             yield Operator(
                 number=number,
                 step=what,
                 inputs=_all_values(uses[inputs : inputs + inputs_count], what.inputs),
                 outputs=_all_values(uses[outputs : outputs + outputs_count], what.outputs),
-                module=module,
                 thread=thread,
-                graph_task=None if graph_task < 0 else graph_task,
                 stream=stream,
                 waits=bool(waits),
                 raised=bool(raised),
-                begun=begun,
-                ran=ran,
-                before=before,
-                after=after,
             )
 
 
@@ -197,10 +152,6 @@ def _value(storage: int, version: int, state: int, form: Form | None) -> Value:
     if storage == _NO_STORAGE:
         return Value(None, 0, None, form)
     return Value(storage, state, None if version == _NO_VERSION else version, form)
-
-
-def _unsigned(number: int) -> int:
-    return number % 2**32
 
 
 def _form(parts: tuple[Any, ...] | None) -> Form | None:

@@ -26,6 +26,8 @@ struct Effects {
   bool reads_copies = false;  // whether copies would do of the tensors that it only reads, and it reads them as a whole
   bool is_aten = false;       // PyTorch's own, which nobody takes away and defines anew
   bool random = false, collective = false;
+  // Whether PyTorch's settings may change how it computes: not of views, nor of what takes each element by itself.
+  bool heeds_settings = true;
   // A view of the kind that changes its own argument: the tensor lies elsewhere afterwards, and no byte has changed.
   bool moves_the_tensor = false;
   // Kernels of others may bump a version as often as they like.
@@ -134,6 +136,11 @@ Effects effects_of(const c10::OperatorHandle &op) {
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);
     if (argument.type()->str().find("Generator") != std::string::npos) effects.generator = int(index);
   }
+  const auto &returns = schema.returns();
+  const bool is_view = !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const auto &each) {
+    return each.alias_info() && !each.alias_info()->isWrite();
+  });
+  effects.heeds_settings = !(effects.is_aten && (is_view || op.hasTag(at::Tag::pointwise)));
   effects.reads_copies = is_among(base, kReadsCopies);
   effects.random |= effects.generator >= 0;
   if (is_among(base, kTakesMasks))

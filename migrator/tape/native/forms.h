@@ -97,11 +97,13 @@ c10::StorageImpl *write_tensor(Scratch &scratch, const at::Tensor &tensor) {
     return storage;
   }
   const auto sizes = impl.sizes(), strides = impl.strides();
-  words.push_back(head(kTensor, impl, device) | uint64_t(sizes.size()) << 32);
-  words.push_back(uint64_t(impl.storage_offset()) * impl.itemsize());
-  words.push_back(storage->nbytes());
-  words.insert(words.end(), sizes.begin(), sizes.end());
-  words.insert(words.end(), strides.begin(), strides.end());
+  const size_t begin = words.size();
+  words.resize(begin + 3 + 2 * sizes.size());
+  uint64_t *word = &words[begin];
+  *word++ = head(kTensor, impl, device) | uint64_t(sizes.size()) << 32;
+  *word++ = uint64_t(impl.storage_offset()) * impl.itemsize();
+  *word++ = storage->nbytes();
+  std::copy(strides.begin(), strides.end(), std::copy(sizes.begin(), sizes.end(), word));
   return storage;
 }
 
@@ -209,19 +211,6 @@ size_t follows(const Words &words, size_t index) {
     default:
       return 0;
   }
-}
-
-// A hash of the forms alone: numbers may differ from record to record, as an optimizer's do.
-uint64_t shape_of(const Step &step) {
-  uint64_t hash = std::hash<std::string>()(step.effects->name);
-  for (size_t index = 1; index < step.words.size(); index += 1 + follows(step.words, index)) {
-    const auto code = Code(uint8_t(step.words[index]));
-    const bool is_number = code == kInt || code == kDouble || code == kComplex || code == kNumber ||
-                           code == kGenerator || code == kObject || code == kStream;
-    const size_t count = is_number ? 0 : follows(step.words, index);
-    for (size_t word = 0; word <= count; ++word) hash = mix(hash, step.words[index + word]);
-  }
-  return hash;
 }
 
 }  // namespace

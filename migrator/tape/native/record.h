@@ -56,7 +56,6 @@ struct Step {
   std::vector<std::pair<uint16_t, int32_t>> places;  // for each input value its argument, and its place in a list or -1
   std::vector<c10::IValue> arguments;                // what is no tensor; None in the place of those
   bool whole = true;                                 // whether nothing else is missing there
-  uint64_t shape = 0;                                // a hash without its numbers
   mutable std::shared_ptr<const Recipe> recipe;      // once it was to be called again; under the recorder's lock
 };
 
@@ -74,29 +73,14 @@ constexpr uint32_t kNoStorage = UINT32_MAX, kNoVersion = UINT32_MAX;
 
 struct Call {
   StepPointer step;
-  uint64_t begun = 0, ran = 0;       // ns of the host's monotonic clock; for how long it ran
-  uint32_t before = 0, after = 0;    // ns that recording took before it ran, and after
   uint32_t inputs = 0, outputs = 0;  // where its uses begin
   uint32_t outputs_count = 0;
-  int32_t graph_task = -1;
-  uint32_t module = 0, thread = 0;
+  uint32_t thread = 0;
   int64_t stream = 0;
   bool waits = false, raised = false;
   bool grad = false;      // whether gradients were on: some kernels look
   uint8_t threads = 1;    // that the host computes with
   uint32_t settings = 0;  // of PyTorch
-};
-
-struct Save {
-  uint32_t position;  // calls before it
-  Use use;
-  uint32_t words, words_count;
-};
-
-struct Mark {
-  uint32_t position;
-  int64_t number;
-  uint64_t when;
 };
 
 const void *counter_of(const c10::VariableVersion &version) {
@@ -207,16 +191,10 @@ struct Record {
   std::vector<Call> calls;
   std::vector<Use> uses;
   std::vector<Drawn> drawn;
-  std::vector<Save> saves;
-  std::vector<Mark> marks;
-  Words save_words;
   Storages storages;
-  int32_t foreign = 0;     // states that no call of ours made, so far; these count down
-  uint64_t known = 0;      // calls that were the same as in the record before
-  uint64_t structure = 0;  // a hash of steps and of how they hang together
-  uint64_t began = 0;      // ns
-  uint64_t number = 0;     // of its kind, in this process
-  uint32_t thread = 0;     // whose record it is
+  int32_t foreign = 0;  // states that no call of ours made, so far; these count down
+  uint64_t number = 0;  // of its kind, in this process
+  uint32_t thread = 0;  // whose record it is
   // What Python's numbers became, by storage: nobody else keeps it, once a tensor is filled with it.
   std::unordered_map<uint32_t, Constant> constants;
   const char *broken = nullptr;  // why it is no true record

@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 
 #include <atomic>
-#include <ctime>
 #include <mutex>
 
 #include "search.h"
@@ -18,12 +17,6 @@ TORCH_API int get_current_graph_task_id();
 }
 
 namespace {
-
-uint64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return uint64_t(time.tv_sec) * 1'000'000'000 + uint64_t(time.tv_nsec);
-}
 
 uint32_t this_thread() {
   static std::atomic<uint32_t> count = 0;
@@ -40,7 +33,6 @@ Scratch &scratch_of_thread() {
 struct Open {
   const Effects *effects;
   uint64_t record;  // its number
-  uint64_t entered, before;
   uint32_t call;
 };
 
@@ -49,7 +41,6 @@ class Recorder {
   static constexpr size_t kMostCalls = 1 << 20;
 
   std::atomic<bool> recording = false;
-  std::atomic<uint32_t> module = 0;
 
   bool begin(bool with_states) {
     std::lock_guard lock(mutex_);
@@ -61,9 +52,8 @@ class Recorder {
     inside_ = 0;
     states_.begin(*record_);
     steps_.begin();
-    record_->began = now();
     with_states_ = with_states;
-    module = 0;
+    settings_ = settings();
     record_->number = ++number_;
     recording = true;
     return true;
@@ -79,8 +69,6 @@ class Recorder {
     auto record = std::move(record_);
     steps_.end(record->calls);
     uses_before_ = record->uses.size();
-    record->known = steps_.repeated();
-    record->structure = structure_of(*record);
     return record;
   }
 
@@ -98,7 +86,6 @@ class Recorder {
 
   // Whether the call is recorded.
   bool enter(const c10::OperatorHandle &op, const torch::jit::Stack &stack, Open &open) noexcept {
-    open.entered = now();
     Scratch &scratch = scratch_of_thread();
     if (scratch.busy || !is_of_record()) return false;
     std::lock_guard lock(mutex_);
@@ -122,13 +109,10 @@ class Recorder {
     }
     scratch.busy = true;
     ++inside_;
-    open.before = now();
-    record_->calls[open.call].before = uint32_t(open.before - open.entered);
     return true;
   }
 
   void leave(const torch::jit::Stack &stack, const Open &open, bool raised) noexcept {
-    const uint64_t ran = now();
     Scratch &scratch = scratch_of_thread();
     scratch.busy = false;
     std::lock_guard lock(mutex_);
@@ -144,30 +128,6 @@ class Recorder {
       record_->broken = "an operator's results could not be read";
     }
     __builtin_prefetch(steps_.likely());
-    Call &call = record_->calls[open.call];
-    call.ran = ran - open.before;
-    call.after = uint32_t(now() - ran);
-  }
-
-  // Which storage, in which state, a tensor that is saved has; none where it has none.
-  std::optional<Use> saved(const at::Tensor &tensor) {
-    std::lock_guard lock(mutex_);
-    if (!record_ || !tensor.defined()) return std::nullopt;
-    states_.settle_of(this_thread());
-    Scratch &scratch = scratch_of_thread();
-    if (scratch.busy) return std::nullopt;
-    scratch.clear();
-    c10::StorageImpl *storage = write_tensor(scratch, tensor);
-    const Use use = states_.look(tensor, storage);
-    record_->saves.push_back(
-        {uint32_t(record_->calls.size()), use, uint32_t(record_->save_words.size()), uint32_t(scratch.words.size())});
-    record_->save_words.insert(record_->save_words.end(), scratch.words.begin(), scratch.words.end());
-    return storage ? std::optional<Use>(use) : std::nullopt;
-  }
-
-  void position(int64_t number) {
-    std::lock_guard lock(mutex_);
-    if (record_) record_->marks.push_back({uint32_t(record_->calls.size()), number, now()});
   }
 
   // Somebody wrote what no operator has: into the storage of a tensor, or anywhere.
@@ -307,17 +267,15 @@ class Recorder {
     open.record = number_;
     if (effects.random) note_random(scratch, effects, stack, open.call);
     call.step = steps_.find(scratch, effects, stack);
-    call.begun = open.entered;
     call.stream = scratch.stream;
     call.inputs = uses;
-    call.graph_task = torch::autograd::get_current_graph_task_id();
-    call.module = module.load(std::memory_order_relaxed);
     call.thread = this_thread();
     call.waits = waits(scratch, effects, stack);
     if (effects.lifts) note_constant(stack, uses);
     call.grad = c10::GradMode::is_enabled();
     call.threads = threads();
-    call.settings = settings();
+    if (effects.heeds_settings) settings_ = settings();  // it takes as long as half of the rest
+    call.settings = settings_;
     record_->calls.push_back(std::move(call));
   }
 
@@ -399,7 +357,8 @@ class Recorder {
   std::atomic<uint32_t> thread_ = UINT32_MAX;
   uint64_t number_ = 0;
   bool with_states_ = false;
-  uint32_t inside_ = 0;  // calls of this record that are under way
+  uint32_t settings_ = 0;  // of PyTorch, as they were when it was last asked for them
+  uint32_t inside_ = 0;    // calls of this record that are under way
   Table table_;
   States states_;
   Steps steps_;

@@ -8,14 +8,13 @@ namespace {
 // Under the recorder's lock.
 class Steps {
  public:
-  void begin() { cursor_ = repeated_ = 0; }
+  void begin() { cursor_ = 0; }
 
   // What the next call is, if the record goes on as the one before; none after its end.
   const Step *likely() const { return cursor_ < before_.size() ? before_[cursor_].get() : nullptr; }
 
-  // How many steps the record before had; how many of this one's followed in the same order.
+  // How many steps the record before had.
   size_t before() const { return before_.size(); }
-  uint64_t repeated() const { return repeated_; }
 
   // The step of a call that is about to run: one with the same inputs, or a new one.
   StepPointer find(Scratch &scratch, const Effects &effects, const torch::jit::Stack &stack) {
@@ -24,7 +23,6 @@ class Steps {
       return step.inputs == words.size() && std::memcmp(step.words.data(), words.data(), words.size() * 8) == 0;
     };
     if (cursor_ < before_.size() && has_these(*before_[cursor_])) {
-      ++repeated_;
       return before_[cursor_++];
     }
     const uint64_t hash = hash_of(words, words.size());
@@ -71,7 +69,6 @@ class Steps {
     step.number = made_++;
     step.words = words;
     step.words.shrink_to_fit();
-    step.shape = shape_of(step);
     call.step = scratch.fresh;
     all_.emplace(hash_of(words, step.inputs), std::move(scratch.fresh));
     scratch.fresh.reset();
@@ -101,21 +98,6 @@ class Steps {
   size_t swept_ = 0;
   std::vector<StepPointer> before_;  // of the record before
   size_t cursor_ = 0;                // the one among these that is likely to come next
-  uint64_t repeated_ = 0;
 };
-
-// A hash of steps, and of how they hang together.
-uint64_t structure_of(const Record &record) {
-  uint64_t hash = record.calls.size();
-  for (size_t number = 0; number < record.calls.size(); ++number) {
-    const Call &call = record.calls[number];
-    hash = mix(hash, call.step->shape);
-    for (size_t index = 0; index < call.step->places.size(); ++index) {
-      const int32_t state = record.uses[call.inputs + index].state;
-      hash = mix(hash, state >= 0 ? number - uint64_t(state) : 0);
-    }
-  }
-  return hash;
-}
 
 }  // namespace

@@ -82,15 +82,13 @@ Object step(const Step &of) {
 
 // As `tape.py` unpacks it.
 struct Packed {
-  uint64_t begun, ran;
   int64_t stream;
-  uint32_t before, after, step, inputs, inputs_count, outputs, outputs_count, module, thread;
-  int32_t graph_task;
+  uint32_t step, inputs, inputs_count, outputs, outputs_count, thread;
   uint8_t waits, raised;
   uint16_t nothing;
   uint32_t none;
 };
-static_assert(sizeof(Packed) == 72 && sizeof(Use) == 12);
+static_assert(sizeof(Packed) == 40 && sizeof(Use) == 12);
 
 template <typename Item>
 Object bytes(const std::vector<Item> &items) {
@@ -101,7 +99,6 @@ size_t nbytes_of(const Record &record) {
   constexpr size_t kStorageImpl = sizeof(c10::StorageImpl);  // what a weak reference keeps of a storage that is gone
   return sizeof(Record) + record.calls.capacity() * sizeof(Call) + record.uses.capacity() * sizeof(Use) +
          record.storages.nbytes() + record.storages.all().size() * kStorageImpl +
-         record.saves.capacity() * sizeof(Save) + record.save_words.capacity() * sizeof(uint64_t) +
          record.drawn.capacity() * sizeof(Drawn);
 }
 
@@ -112,21 +109,11 @@ Object contents(const Record &record) {
   for (const Call &call : record.calls) {
     const auto [found, is_new] = places.emplace(call.step.get(), uint32_t(steps.size()));
     if (is_new) steps.push_back(call.step.get());
-    calls.push_back({call.begun, call.ran, call.stream, call.before, call.after, found->second, call.inputs,
-                     uint32_t(call.step->places.size()), call.outputs, call.outputs_count, call.module, call.thread,
-                     call.graph_task, call.waits, call.raised, 0, 0});
+    calls.push_back({call.stream, found->second, call.inputs, uint32_t(call.step->places.size()), call.outputs,
+                     call.outputs_count, call.thread, call.waits, call.raised, 0, 0});
   }
   std::vector<uint64_t> nbytes;
   for (const Stored &stored : record.storages.all()) nbytes.push_back(stored.nbytes);
-  const auto save = [&](const Save &each) {
-    Object all = forms(record.save_words, each.words, each.words + each.words_count);
-    Object first = PyList_GET_SIZE(all.get()) ? checked(PySequence_GetItem(all.get(), 0)) : none();
-    return tuple(number(int64_t(each.position)), number(int64_t(int32_t(each.use.storage))),
-                 number(int64_t(int32_t(each.use.version))), number(int64_t(each.use.state)), first);
-  };
-  const auto mark = [](const Mark &each) {
-    return tuple(number(int64_t(each.position)), number(each.number), number(each.when));
-  };
   const auto drawn = [](const Drawn &each) {
     const auto *state_bytes = each.state.defined() ? static_cast<const char *>(each.state.const_data_ptr()) : nullptr;
     Object state = state_bytes ? checked(PyBytes_FromStringAndSize(state_bytes, each.state.numel())) : none();
@@ -134,20 +121,15 @@ Object contents(const Record &record) {
     return tuple(number(int64_t(each.call)), checked(THPDevice_New(device)), truth(each.by_default), number(each.seed),
                  number(each.offset), state);
   };
-  Object parts = checked(PyTuple_New(12));
+  Object parts = checked(PyTuple_New(7));
   size_t next = 0;
   const auto add = [&](Object part) { PyTuple_SET_ITEM(parts.get(), next++, part.release()); };
   add(number(int64_t(record.thread)));
-  add(number(record.began));
-  add(number(record.known));
-  add(number(record.structure));
   add(record.broken ? text(record.broken) : none());
   add(bytes(calls));
   add(bytes(record.uses));
   add(bytes(nbytes));
   add(list_of(steps, [](const Step *each) { return step(*each); }));
-  add(list_of(record.saves, save));
-  add(list_of(record.marks, mark));
   add(list_of(record.drawn, drawn));
   return parts;
 }
@@ -309,27 +291,6 @@ PyObject *renew(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
-// enter(number): the module that is entered.
-PyObject *enter(PyObject *, PyObject *which) {
-  return answer([&] {
-    recorder().module.store(uint32_t(integer_of(which)), std::memory_order_relaxed);
-    return none();
-  });
-}
-
-// position(number): a mark between two operators.
-PyObject *position(PyObject *, PyObject *which) {
-  return answer([&] {
-    recorder().position(integer_of(which));
-    return none();
-  });
-}
-
-// saved(tensor): autograd saves it now; its storage, version and state on the tape, or None.
-PyObject *saved(PyObject *, PyObject *object) {
-  return answer([&] { return use(recorder().saved(tensor_of(object))); });
-}
-
 // unseen(tensor): what no operator has was written to it; to any of them, if None is given.
 PyObject *unseen(PyObject *, PyObject *object) {
   return answer([&] {
@@ -405,9 +366,6 @@ PyMethodDef functions[] = {
     {"include_thread", include_thread, METH_NOARGS, nullptr},
     {"readers", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(readers)), METH_FASTCALL, nullptr},
     {"renew", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(renew)), METH_FASTCALL, nullptr},
-    {"enter", enter, METH_O, nullptr},
-    {"position", position, METH_O, nullptr},
-    {"saved", saved, METH_O, nullptr},
     {"unseen", unseen, METH_O, nullptr},
     {"contents", contents_, METH_O, nullptr},
     {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(find)), METH_FASTCALL, nullptr},

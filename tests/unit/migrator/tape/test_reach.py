@@ -72,7 +72,6 @@ def test_operators_on_what_a_wrapper_has_are_recorded(recorder: Recorder) -> Non
     x = Wrapper(torch.ones(3))
     recorder.begin()
     y = (x + 1).sin()
-    assert recorder.saved(y) is None
     tape = end(recorder)
     assert tape.find(y) is None
     if not SEES_INTO_MODES:
@@ -92,7 +91,6 @@ def test_sparse_and_nested_tensors_are_values_without_a_form(recorder: Recorder,
     expected = x * 2
     recorder.begin()
     found = x * 2
-    recorder.saved(found)
     tape = end(recorder)
     assert torch.equal(
         found.to_dense() if found.is_sparse else found[1], expected.to_dense() if found.is_sparse else expected[1]
@@ -131,7 +129,6 @@ def test_backward_is_recorded_again_where_it_is_run_again(recorder: Recorder) ->
     loss.backward(retain_graph=True)
     loss.backward()
     tape = end(recorder)
-    assert len({each.graph_task for each in tape.operators if each.in_backward}) == 2
     assert names(tape).count("cos") == 2
 
 
@@ -148,18 +145,17 @@ def test_second_derivative_is_right_and_recorded(recorder: Recorder) -> None:
     found = penalty()
     tape = end(recorder)
     assert all(map(torch.equal, found, expected))
-    assert len({each.graph_task for each in tape.operators if each.in_backward}) == 2
+    assert names(tape).count("pow.Tensor_Scalar") >= 4  # of the function, and of its derivatives
 
 
-def test_what_a_checkpoint_computes_again_is_in_backward(recorder: Recorder) -> None:
+def test_what_a_checkpoint_computes_again_is_recorded(recorder: Recorder) -> None:
     x = torch.ones(3, requires_grad=True)
     recorder.begin()
     y = checkpoint(lambda: x.sin().cos(), use_reentrant=False)
     assert isinstance(y, Tensor)
     y.sum().backward()
     tape = end(recorder)
-    assert [each.in_backward for each in tape.operators if each.name == "aten::cos"].count(False) == 1
-    assert [each.in_backward for each in tape.operators if each.name == "aten::cos"].count(True) >= 1
+    assert names(tape).count("sin") == 3  # the derivative of cos is one, too
 
 
 def test_a_record_is_broken_by_an_operator_that_runs_past_its_end_or_into_it(recorder: Recorder) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.unit.migrator.tape.records import end, names
 from torch_tiers.migrator.tape.recorder import Recorder
-from torch_tiers.migrator.tape.tape import Tape
 
 
 def test_nothing_is_recorded_outside_of_a_record(recorder: Recorder) -> None:
@@ -142,23 +140,6 @@ def test_address_that_is_used_again_is_another_storage(recorder: Recorder) -> No
     assert len({each.outputs[0].storage for each in end(recorder).operators}) == 20
 
 
-def test_what_autograd_saves_is_found_on_the_tape(recorder: Recorder) -> None:
-    def pack(tensor: Tensor) -> Tensor:
-        recorder.saved(tensor)
-        return tensor
-
-    w = torch.ones(4, 4, requires_grad=True)
-    recorder.begin()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        x = torch.ones(2, 4)
-        (x @ w).relu_().exp()
-    tape = end(recorder)
-    assert names(tape) == ["ones", "mm", "relu_", "exp"]
-    # An input of the next operator, or an output of the last.
-    assert [(each.position, each.value.producer) for each in tape.saves] == [(1, 0), (3, 2), (4, 3)]
-    assert all(each.value.form is not None for each in tape.saves)
-
-
 def test_error_leaves_a_true_tape(recorder: Recorder) -> None:
     x, y = torch.ones(2, 3), torch.ones(3)
     recorder.begin()
@@ -188,51 +169,6 @@ def test_generator_s_state_is_noted_before_it_is_drawn_from(recorder: Recorder) 
         again = torch.Generator()
         again.set_state(torch.frombuffer(bytearray(draw.state), dtype=torch.uint8))
         assert torch.equal(torch.rand(3, generator=again), drawn)
-
-
-def test_module_position_and_time_are_noted(recorder: Recorder) -> None:
-    x = torch.ones(3)
-    before = time.perf_counter_ns()
-    recorder.begin()
-    recorder.enter(7)
-    x.sin()
-    recorder.position(3)
-    recorder.enter(8)
-    x.cos()
-    tape = end(recorder)
-    sin, cos = tape.operators
-    (mark,) = tape.marks
-    assert (sin.module, cos.module) == (7, 8) and sin.thread == cos.thread == tape.thread
-    assert (mark.position, mark.number) == (1, 3)
-    assert before <= sin.begun < mark.when < cos.begun < time.perf_counter_ns()
-    assert sin.begun + sin.before + sin.ran + sin.after <= mark.when
-
-
-def test_same_structure_whatever_the_numbers_but_not_whatever_the_shapes(recorder: Recorder) -> None:
-    def structure(rows: int, number: float, *, other: bool = False) -> int:
-        recorder.begin()
-        x, y = torch.ones(rows), torch.ones(rows)
-        (x if other else y) * number
-        return end(recorder).structure
-
-    assert structure(3, 1.5) == structure(3, 2.5)
-    assert structure(3, 1.5) != structure(4, 1.5)
-    assert structure(3, 1.5) != structure(3, 1.5, other=True)
-
-
-def test_operator_left_out_does_not_hide_that_the_rest_is_known(recorder: Recorder) -> None:
-    def record(*, whole: bool) -> Tape:
-        recorder.begin()
-        x = torch.ones(3)
-        x.sin()
-        if whole:
-            x.tan()
-        for _ in range(10):
-            x = x.cos()
-        return end(recorder)
-
-    record(whole=True)
-    assert record(whole=False).known == 11
 
 
 @pytest.mark.parametrize(

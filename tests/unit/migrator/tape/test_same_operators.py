@@ -41,7 +41,6 @@ def test_backward_is_recorded_as_a_mode_sees_it(recorder: Recorder, program: Pro
     tape = recorder.end()
     assert tape is not None and tape.broken is None
     assert comparable(listed(tape)) == comparable(listing.calls)
-    assert {each.in_backward for each in tape.operators} == {False, True}
 
 
 def test_results_are_the_same_bit_for_bit(recorder: Recorder, program: Program) -> None:
@@ -60,12 +59,9 @@ def test_second_record_is_the_first_again(recorder: Recorder, program: Program) 
         recorder.begin()
         step(program)
         tapes.append(recorder.end())
-    first, second, third = tapes
-    assert first and second and third
-    assert second.known == third.known == len(third.operators)
-    assert second.structure == third.structure
+    _, second, third = tapes
+    assert second and third
     assert [each.step for each in second.operators] == [each.step for each in third.operators]
-    assert first.operators[0].begun < second.operators[0].begun < third.operators[0].begun
 
 
 def test_operator_takes_less_than_a_kilobyte(recorder: Recorder, program: Program) -> None:
