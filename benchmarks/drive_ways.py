@@ -149,9 +149,9 @@ class ByEngine:
             saved = engine.add(group, self._data, 0, self._group)
             held = engine.hold(saved)
             with engine.lock:
-                engine.limit = 1 << 60
+                engine.hbm.limit = 1 << 60
                 engine.offload(group)
-                engine.limit = 0
+                engine.hbm.limit = 0
                 engine.relieve()
             sent.append(Sent(group, saved, held))
         return sent
@@ -167,7 +167,7 @@ class ByEngine:
 
     def _back(self, groups: list[Sent]) -> None:
         engine = self._engine
-        engine.limit = AHEAD * self._group
+        engine.hbm.limit = AHEAD * self._group
         engine.begin_backward()
         for each in groups:
             with engine.lock:

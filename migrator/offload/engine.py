@@ -54,16 +54,12 @@ class Engine:
         self.compute = compute
         self.tensors = tensors
         self.lock = threading.RLock()
-        self.limit = 0
-        self.position = -1  # in the plan's iteration, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
         self.iteration_time: IterationTime | None = None  # what the last iteration took that the device is through with
-        self.resident = 0
-        self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
-        self._peak = self._stayed = 0
+        self._peak = 0
         self.alive = 0  # claims: groups that are still part of a graph
         self._again: Group | None = None  # the last one that came back a second time
-        self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
+        self._in_hbm: dict[Group, None] = {}  # all with bytes in `hbm.resident`
         self.dead: deque[ClaimOn] = deque()
         self._dying: deque[Group] = deque()  # that no graph holds, and that a thread may still ask a lane to copy
         self.meter: Meter | None = None  # of the iteration under way, if it is recorded
@@ -72,6 +68,7 @@ class Engine:
         self._prefetcher = Prefetcher(compute, backing, self._transport)
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
+        self.hbm = tensors.Occupancy(self._leaving, self._prefetcher.order)
         self.unsettled = True  # a look at what may come back next could find something new
 
     def tell(self, log: DeviceLog) -> None:
@@ -88,10 +85,10 @@ class Engine:
         group.members.append(saved)
         group.nbytes += nbytes
         group.counted += nbytes
-        self.resident += nbytes
-        if self.resident > self._peak:
-            self._peak = self.resident
-        if self.resident > self.limit and self._leaving:
+        self.hbm.resident += nbytes
+        if self.hbm.resident > self._peak:
+            self._peak = self.hbm.resident
+        if self.hbm.resident > self.hbm.limit and self._leaving:
             self.relieve()  # others, at once: this group may take long to fill
         return saved
 
@@ -122,7 +119,7 @@ class Engine:
         if group.state is not State.FILLING or not group.members:
             return
         self._transport.offload(group, insist=insist)
-        self._transport.log.saved(self, self.resident)  # before something is released, and after
+        self._transport.log.saved(self, self.hbm.resident)  # before something is released, and after
         self._leaving[group] = None
         self._waiting[group] = None
         self.backing.users.add(self)
@@ -130,18 +127,19 @@ class Engine:
 
     def relieve(self) -> None:
         """Release groups whose copy has been submitted until the rest is within the limit."""
-        if self._leaving and self.compute.capturing():
-            return
-        before = self.resident
-        while self.resident > self.limit and self._leaving:
-            self._release(next(iter(self._leaving)))
-        if self.meter is not None and self.resident < before:
-            # Told once: after the first of several the program may still hold what left, as if it were its own.
-            self.meter.part(before + self.used_up)
+        with self.lock:
+            if self._leaving and self.compute.capturing():
+                return
+            before = self.hbm.resident
+            while self.hbm.resident > self.hbm.limit and self._leaving:
+                self._release(next(iter(self._leaving)))
+            if self.meter is not None and self.hbm.resident < before:
+                # Told once: after the first of several the program may still hold what left, as if it were its own.
+                self.meter.part(before + self.hbm.used_up)
 
     def over_limit(self) -> bool:
         """Return whether more than the limit is in HBM, and no copy under way will change that."""
-        return self.resident > self.limit and not self._leaving
+        return self.hbm.resident > self.hbm.limit and not self._leaving
 
     @for_a_group
     def _release(self, group: Group) -> None:
@@ -164,7 +162,7 @@ class Engine:
         """Fix the order in which groups are prefetched, and start to prefetch."""
         with self.lock:
             self.collect()
-            self._peak = max(self._peak, self.resident)
+            self._peak = max(self._peak, self.hbm.resident)
             self._prefetcher.begin(self._waiting)
             self.prefetch()
 
@@ -174,12 +172,14 @@ class Engine:
         Disks and the program may also make room, which the engine does not see. So it tries again whenever a group is
         first or last asked for, or dies, and with disks at every tensor.
         """
-        self.unsettled = self.backing.has_disk
-        while self._prefetcher.order:
-            group = self._prefetcher.bring_next(self.position, self.limit - self.resident, self.ahead)
-            if group is None:
-                break
-            self._count(group, group.nbytes)
+        hbm = self.hbm
+        with self.lock:
+            self.unsettled = self.backing.has_disk
+            while self._prefetcher.order:
+                group = self._prefetcher.bring_next(hbm.position, hbm.limit - hbm.resident, self.ahead)
+                if group is None:
+                    break
+                self._count(group, group.nbytes)
 
     def source(self, saved: Saved) -> torch.Tensor | None:
         """Return the buffer on which `saved` lies, ready for the compute stream; None if it never left HBM.
@@ -226,7 +226,7 @@ class Engine:
         if group.unused == 0:
             # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
             # it be asked for again (retain_graph), an AWAY group comes back a second time.
-            self.used_up += group.counted
+            self.hbm.used_up += group.counted
             self._count(group, 0)
             self.unsettled = True
             if group.state is State.HOME:
@@ -283,58 +283,25 @@ class Engine:
         self._transport.forget(group)
 
     def _count(self, group: Group, nbytes: int) -> None:
-        self.resident += nbytes - group.counted
+        self.hbm.resident += nbytes - group.counted
         group.counted = nbytes
         if nbytes:
             self._in_hbm[group] = None
         else:
             self._in_hbm.pop(group, None)
-        if self.resident > self._peak:
-            self._peak = self.resident
-        self._transport.log.saved(self, self.resident)
+        if self.hbm.resident > self._peak:
+            self._peak = self.hbm.resident
+        self._transport.log.saved(self, self.hbm.resident)
 
-    def entered(self, nbytes: int) -> None:
-        """Count bytes that were saved and stay in HBM.
+    def enter(self, nbytes: int, pace: Pace | None = None) -> None:
+        """Count bytes that were saved and stay in HBM, and a site of the plan; see `Occupancy.enter`."""
+        if self.hbm.enter(nbytes, pace):
+            self.relieve()
 
-        This is called for every tensor that stays, and so takes no lock. If two threads meet here, the count is off
-        until the iteration ends, and so is the time at which groups leave or come back.
-        """
-        self._stayed += nbytes
-        self.resident += nbytes
-        if self.resident > self.limit and self._leaving:
-            with self.lock:
-                self.relieve()
-
-    def born(self, pace: Pace) -> None:
-        """Take note that a site of the plan was saved; its limit holds from here on."""
-        self.position = pace.birth
-        if pace.from_birth is not None:
-            self.limit = pace.from_birth
-            if self.resident > self.limit and self._leaving:
-                with self.lock:
-                    self.relieve()
-
-    def reached(self, pace: Pace) -> None:
-        """Take note that backward asks for a site of the plan; its limit and its prefetches hold from here on."""
-        if pace.use <= self.position:
-            return  # asked for again, or not in the plan's order
-        self.position = pace.use
-        if pace.from_use is not None:
-            self.limit = pace.from_use
-        if self._prefetcher.order:
-            with self.lock:
-                self.prefetch()
-
-    def left(self, nbytes: int) -> None:
-        """Count bytes that had stayed and were used for the last time."""
-        # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
-        nbytes = min(nbytes, self._stayed)
-        self._stayed -= nbytes
-        self.resident -= nbytes
-        self.used_up += nbytes
-        if self._prefetcher.order:
-            with self.lock:
-                self.prefetch()
+    def leave(self, nbytes: int, pace: Pace | None = None) -> None:
+        """Count bytes that had stayed and were used for the last time, and a site; see `Occupancy.leave`."""
+        if self.hbm.leave(nbytes, pace):
+            self.prefetch()
 
     def end_iteration(self) -> int:
         """Return the highest use of the device in the iteration, in bytes, and count HBM afresh.
@@ -344,7 +311,7 @@ class Engine:
         self.collect()
         self.iteration_time = self.compute.settle()
         peak = self.compute.peak(self._peak)
-        self._stayed = 0
-        self.resident = self._peak = sum(group.counted for group in self._in_hbm)
-        self._transport.log.iteration_over(self, peak, self.resident)
+        self.hbm.stayed = 0
+        self.hbm.resident = self._peak = sum(group.counted for group in self._in_hbm)
+        self._transport.log.iteration_over(self, peak, self.hbm.resident)
         return peak

@@ -114,7 +114,7 @@ class Group:
     claims: int = 0
     unused: int = 0
     members: list[Saved] = field(default_factory=list)
-    counted: int = 0  # its bytes in Engine.resident
+    counted: int = 0  # its bytes in `Occupancy.resident`
     stored: StoredGroup | DirectStoredGroup | None = None
     buffer: torch.Tensor | None = None
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy

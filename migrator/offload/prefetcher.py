@@ -37,7 +37,8 @@ class Prefetcher:
     def begin(self, groups: Iterable[Group]) -> None:
         """Backward begins; fix the order in which `groups` come back, as far as it will ask for them."""
         needed = (group for group in groups if group.next_use != NEVER)
-        self.order = deque(sorted(needed, key=lambda group: group.next_use))
+        self.order.clear()  # the same deque: hooks look whether there is any
+        self.order.extend(sorted(needed, key=lambda group: group.next_use))
         self.early.clear()
 
     def bring_next(self, position: int, room: int, most: int) -> Group | None:

@@ -6,17 +6,20 @@ Whoever needs the module receives it as `Tensors`.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torch_tiers.migrator.model.timing import HookTime
 from torch_tiers.migrator.offload.group import Group, Saved
+from torch_tiers.migrator.offload.occupancy import Occupancy
 
 _GROUPS = HookTime._fields.index("groups")
-_Saved = Saved  # within `Tensors` that name is its function's
+_Saved: TypeAlias = Saved  # within `Tensors` these names are those of its functions
+_Occupancy: TypeAlias = Occupancy
 
 
 class Tensors(Protocol):
@@ -24,6 +27,9 @@ class Tensors(Protocol):
 
     def Saved(self, group: Group, tensor: Tensor, low: int, nbytes: int) -> _Saved:
         """Hold `nbytes` bytes of a tensor's storage, from byte `low` on, for a group that is filling."""
+
+    def Occupancy(self, leaving: dict[Group, None], order: deque[Group]) -> _Occupancy:
+        """Count what is in HBM: nothing yet. It looks whether there are groups in `leaving`, and in `order`."""
 
     def arrange(self, members: list[_Saved]) -> int:
         """Give each member its place in the group; return the bytes of all, with those between them."""

@@ -292,7 +292,7 @@ def _keep_dynamo_out() -> None:
     from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
+    of_engines = (Engine.relieve, Engine.prefetch)
     of_movers_and_savers = (Mover.take, Mover.restore, Saver.drop, Saver.note, Saver.bypass)
     by_the_shortcut = (*of_movers_and_savers, Replay.run, *of_engines, place_of_copy)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)

@@ -74,7 +74,7 @@ class DevicePlans:
     def begin(self, *, recorded: bool) -> None:
         """Begin an iteration."""
         self._filling.begin()
-        self._engine.limit = self._limit(recorded=recorded)
+        self._engine.hbm.limit = self._limit(recorded=recorded)
 
     def iteration_over(
         self, trace: Trace | None, peak: int, *, whole: bool, alone: bool, overflow: int, host: HostTime | None
@@ -117,7 +117,7 @@ class DevicePlans:
             self.expect_too_much()
         if changed:
             self.adopt()
-        self._engine.limit = self._limit(recorded=recorded)
+        self._engine.hbm.limit = self._limit(recorded=recorded)
         under = self.learner.iterations_in_force + 1  # with this one
         if recorded or under <= CLOSELY or not self.learner.settled:
             stands_for = 1
@@ -147,7 +147,7 @@ class DevicePlans:
         if changed:
             with self._engine.lock:
                 self.adopt()
-                self._engine.limit = self._limit(recorded=recorded)
+                self._engine.hbm.limit = self._limit(recorded=recorded)
         return changed
 
     def adopt(self) -> None:

@@ -112,7 +112,7 @@ class Recomputed:
         tensor.data = made
         if not self.over:
             self.tensor = tensor
-            self.engine.entered(self.nbytes)
+            self.engine.enter(self.nbytes)
         return tensor
 
     def used(self) -> None:
@@ -120,7 +120,7 @@ class Recomputed:
         self.unused -= 1
         if not self.unused and self.tensor is not None:
             self.tensor = None
-            self.engine.left(self.nbytes)
+            self.engine.leave(self.nbytes)
 
 
 class Dropped:

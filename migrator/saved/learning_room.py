@@ -48,4 +48,4 @@ class LearningRoom:
     def end(self) -> None:
         """Offload all tensors that no plan expects."""
         self._filling.patient = False
-        self._filling.room = self._engine.limit = learning_room(self._budget)
+        self._filling.room = self._engine.hbm.limit = learning_room(self._budget)

@@ -87,7 +87,7 @@ class Mover:
         self._dropped: dict[int, _Whole] = {}  # what was dropped last of each storage
         self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
         self._allocated_before = engine.compute.allocated()
-        engine.limit = self.filling.room
+        engine.hbm.limit = self.filling.room
 
     @property
     def idle(self) -> bool:
@@ -108,7 +108,7 @@ class Mover:
         return True
 
     def _new_recorder(self, *, held: bool = True) -> Recorder:
-        self.engine.used_up = 0
+        self.engine.hbm.used_up = 0
         meter = self.engine.meter = self.engine.compute.meter(held=held)
         return Recorder(
             self._outlived, meter, self._resident, self.verified, self.checks.differing, tries=not self._keeps
@@ -118,7 +118,7 @@ class Mover:
         engine = self.engine
         with engine.lock:
             engine.collect()
-            nbytes, engine.used_up = engine.resident + engine.used_up, 0
+            nbytes, engine.hbm.used_up = engine.hbm.resident + engine.hbm.used_up, 0
             return nbytes
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
@@ -167,7 +167,7 @@ class Mover:
         """Offload tensors that no plan expects, unless HBM may have room for them."""
         self._held_back.discard(stream)
         if self.filling.loose and not self._keeps:
-            if self.filling.patient and self.engine.resident > self.filling.room:
+            if self.filling.patient and self.engine.hbm.resident > self.filling.room:
                 self.plans.expect_too_much()
             self.filling.offload_loose(stream)
 
@@ -182,7 +182,7 @@ class Mover:
         if self.recorder is not None:
             self.recorder.turn()
             grown = self.engine.compute.allocated() - self._allocated_before
-            self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
+            self.unmanaged = max(self.unmanaged, grown - self.engine.hbm.resident)
         if self.filling.waits:
             with self.engine.lock:
                 self.filling.offload_waiting(over=True)
@@ -324,7 +324,7 @@ class Mover:
         self._dropped.clear()
         self._held_back.clear()
         self.storages = self._tensors.Storages()
-        self.engine.position = -1
+        self.engine.hbm.position = -1
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """Yield the action of every site that the plans know."""

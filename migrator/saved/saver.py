@@ -217,14 +217,11 @@ class Saver(OnStack):
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
-        if action is not None and action.pace is not None:
-            action.mover.engine.born(action.pace)
         if self.place.recording:
             return self._pack_recorded(tensor, node, number, action)
+        _count(action)
         packed: Packed
         if action is not None and action.stays:
-            if action.enter:
-                action.mover.engine.entered(action.enter)
             alias = alias_of(tensor)
             packed = (alias, alias._version, action, None)
         else:
@@ -242,10 +239,9 @@ class Saver(OnStack):
         """Pack a tensor while the iteration is recorded: record it, and have a recomputation of it tried."""
         packed: Packed
         self.movers.arrive()
+        _count(action)
         key = f"{node.path}:{number}"
         if isinstance(action, Stay):
-            if action.enter:
-                action.mover.engine.entered(action.enter)
             packed = keep(tensor, action, self._record(action.mover, key, tensor))
         else:
             packed = self._move(tensor, node, number, action)
@@ -272,10 +268,7 @@ class Saver(OnStack):
             if record is not None:
                 record.used()
             if stay is not None:
-                if stay.pace is not None:
-                    stay.mover.engine.reached(stay.pace)
-                if stay.leave:
-                    stay.mover.engine.left(stay.leave)
+                stay.mover.engine.leave(stay.leave, stay.pace)
             return alias if record is None else record.compare(alias, Look())
         check(packed)
         if not self.place.in_backward:
@@ -284,7 +277,7 @@ class Saver(OnStack):
         if record is not None:
             record.used()
         if packed.go is not None and packed.go.pace is not None:
-            packed.go.mover.engine.reached(packed.go.pace)
+            packed.go.mover.engine.leave(0, packed.go.pace)
         if isinstance(packed, Dropped):
             # Asked for a second time: what it is made from is released, too, and recomputed once for all that need it.
             return Look()(packed) if packed.made.over else packed.view(peek, count=True)
@@ -329,6 +322,12 @@ class Saver(OnStack):
             self.movers.add(device)
             self._listen()
         return self.movers.by_device[device]
+
+
+def _count(action: Action | None) -> None:
+    """Tell the engine that a tensor was saved for which the plan has this action."""
+    if action is not None:
+        action.mover.engine.enter(action.enter if action.stays else 0, action.pace)
 
 
 def _asked(record: Record | None) -> Record | None:

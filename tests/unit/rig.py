@@ -46,7 +46,7 @@ class Rig:
     def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
         """As if a plan had these groups: per group what it says of each site."""
         self.mover.recorder = None
-        self.engine.limit = limit
+        self.engine.hbm.limit = limit
         return [[Go(self.mover, group) for _ in group.sites] for group in groups]
 
     def save(self, key: str, go: Go | None = None, tensor: torch.Tensor | None = None) -> Moved:
@@ -59,7 +59,7 @@ class Rig:
 
     def release(self) -> None:
         """Nothing that leaves may stay in HBM any longer."""
-        self.engine.limit = 0
+        self.engine.hbm.limit = 0
         self.engine.relieve()
 
     def restore(self, moved: Moved) -> torch.Tensor:
@@ -87,7 +87,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None,
         action = actions.get(key)
         if isinstance(action, Stay):
             if action.enter:
-                mover.engine.entered(action.enter)
+                mover.engine.enter(action.enter)
             if mover.recorder is not None:
                 mover.recorder.save(key, mover.storages.find(tensor), stays=True)
             graph.append((action, tensor))
@@ -101,7 +101,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None,
         packed, tensor = graph.pop()
         if isinstance(packed, Stay):
             if packed.leave:
-                mover.engine.left(packed.leave)
+                mover.engine.leave(packed.leave)
         else:
             if packed.record is not None:
                 packed.record.used()

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "moved.h"
+#include "occupancy.h"
 #include "slots.h"
 
 namespace {
@@ -149,9 +150,7 @@ THPObjectPtr take(const DroppedSlots &slots, PyObject *made, PyObject *again) {
   if (!tensor) throw python_error();
   if (integer_at(made, slots.made.unused) > 0) {
     put(made, slots.made.tensor, own(tensor.get()));
-    THPObjectPtr none(
-        PyObject_CallMethodOneArg(at(made, slots.made.engine), names().entered, at(made, slots.made.nbytes)));
-    if (!none) throw python_error();
+    enter(at(made, slots.made.engine), at(made, slots.made.nbytes));
   }
   return tensor;
 }
@@ -209,8 +208,7 @@ PyObject *unpack_dropped(const DroppedSlots &slots, PyObject *packed) {
     put(made, slots.made.unused, number_of(left));
     if (!left && at(made, slots.made.tensor) != Py_None) {
       put(made, slots.made.tensor, own(Py_None));
-      PyObject *engine = at(made, slots.made.engine), *nbytes = at(made, slots.made.nbytes);
-      if (!THPObjectPtr(PyObject_CallMethodOneArg(engine, names().left, nbytes))) throw python_error();
+      leave(at(made, slots.made.engine), at(made, slots.made.nbytes));
     }
   }
   return part_of(slots, packed, made, std::move(whole));

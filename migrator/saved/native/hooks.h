@@ -14,6 +14,7 @@
 
 #include "dropped.h"
 #include "moved.h"
+#include "occupancy.h"
 #include "slots.h"
 #include "storages.h"
 
@@ -117,19 +118,13 @@ PyObject *charge(PyObject *, PyObject *kind) {
   END_HANDLE_TH_ERRORS
 }
 
-THPObjectPtr engine_of(PyObject *mover) {
-  THPObjectPtr engine(PyObject_GetAttr(mover, names().engine));
-  if (!engine) throw python_error();
-  return engine;
-}
-
-// Tell the engine what a site says of time and room: each only where there is something to tell.
-void tell(PyObject *mover, PyObject *of_pace, PyObject *pace, PyObject *of_bytes, PyObject *nbytes) {
-  const bool bytes_too = nbytes && PyObject_IsTrue(nbytes) == 1;
-  if (pace == Py_None && !bytes_too) return;
+// Tell a mover's engine that a site was saved, or asked for, and of the bytes that stay or are gone: only where there
+// is anything to tell.
+template <void (*told)(PyObject *, PyObject *, PyObject *)>
+void tell(PyObject *mover, PyObject *nbytes, PyObject *pace) {
+  if (pace == Py_None && Occupancy::number(nbytes) == 0) return;
   THPObjectPtr engine = engine_of(mover);
-  if (pace != Py_None && !THPObjectPtr(PyObject_CallMethodOneArg(engine, of_pace, pace))) throw python_error();
-  if (bytes_too && !THPObjectPtr(PyObject_CallMethodOneArg(engine, of_bytes, nbytes))) throw python_error();
+  told(engine, nbytes, pace);
 }
 
 bool captures(PyObject *mover) {
@@ -183,8 +178,7 @@ PyObject *pack_kept(const Hook &hook, PyObject *node, PyObject *stay, PyObject *
   const Slots &slots = hook.own.slots;
   if (!is_ordinary(tensor)) return nullptr;
   count_one(hook, node);
-  PyObject *nbytes = at(stay, slots.stay.enter);
-  tell(at(stay, slots.stay.mover), names().born, at(stay, slots.stay.pace), names().entered, nbytes);
+  tell<enter>(at(stay, slots.stay.mover), at(stay, slots.stay.enter), at(stay, slots.stay.pace));
   const at::Tensor &saved = THPVariable_Unpack(tensor);
   // A leaf itself, see `packed.alias_of`.
   const bool is_leaf = saved.is_leaf();
@@ -203,7 +197,7 @@ PyObject *pack_gone(const Hook &hook, PyObject *node, PyObject *action, PyObject
   PyObject *mover = at(action, goes ? slots.go.mover : slots.recompute.mover);
   if (!memory(tensor, hook.least) || captures(mover)) return nullptr;
   count_one(hook, node);
-  tell(mover, names().born, at(action, goes ? slots.go.pace : slots.recompute.pace), nullptr, nullptr);
+  tell<enter>(mover, names().no_bytes, at(action, goes ? slots.go.pace : slots.recompute.pace));
   PyObject *gone = goes ? PyObject_CallMethodObjArgs(mover, names().take, tensor, names().nothing, action, nullptr)
                         : PyObject_CallMethodObjArgs(hook.saver, names().drop, tensor, action, nullptr);
   if (!gone) throw python_error();
@@ -238,8 +232,7 @@ PyObject *unpack_kept(const Hook &hook, PyObject *packed) {
   if (THPVariable_Unpack(alias.get())._version() != PyLong_AsLongLong(PyTuple_GET_ITEM(packed, 1))) return nullptr;
   if (stay != Py_None) {
     if (at(hook.place, slots.place.in_backward) != Py_True) return nullptr;
-    PyObject *mover = at(stay, slots.stay.mover), *nbytes = at(stay, slots.stay.leave);
-    tell(mover, names().reached, at(stay, slots.stay.pace), names().left, nbytes);
+    tell<leave>(at(stay, slots.stay.mover), at(stay, slots.stay.leave), at(stay, slots.stay.pace));
   }
   return alias.release();
 }
@@ -249,7 +242,7 @@ PyObject *unpack_moved(const Hook &hook, PyObject *packed) {
   const auto &moved = *reinterpret_cast<Moved *>(packed);
   if (moved.record != Py_None || !moved.saved || at(hook.place, slots.place.in_backward) != Py_True) return nullptr;
   if (is_changed(moved)) return nullptr;
-  if (moved.go != Py_None) tell(moved.mover, names().reached, at(moved.go, slots.go.pace), nullptr, nullptr);
+  if (moved.go != Py_None) tell<leave>(moved.mover, names().no_bytes, at(moved.go, slots.go.pace));
   PyObject *tensor = PyObject_CallMethodOneArg(moved.mover, names().restore, packed);
   if (!tensor) throw python_error();
   return tensor;
@@ -261,7 +254,7 @@ PyObject *unpack_remade(const Hook &hook, PyObject *packed) {
     return nullptr;
   if (!is_plain_one(slots.of_dropped, packed)) return nullptr;
   THPObjectPtr make = own(at(packed, slots.of_dropped.dropped.go));
-  tell(at(make, slots.recompute.mover), names().reached, at(make, slots.recompute.pace), nullptr, nullptr);
+  tell<leave>(at(make, slots.recompute.mover), names().no_bytes, at(make, slots.recompute.pace));
   return unpack_dropped(slots.of_dropped, packed);
 }
 

@@ -30,11 +30,11 @@ THPObjectPtr number_of(Py_ssize_t value) {
 
 struct Names {
   PyObject *engine = PyUnicode_InternFromString("engine"), *compute = PyUnicode_InternFromString("compute"),
-           *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),
-           *entered = PyUnicode_InternFromString("entered"), *reached = PyUnicode_InternFromString("reached"),
-           *left = PyUnicode_InternFromString("left"), *take = PyUnicode_InternFromString("take"),
-           *restore = PyUnicode_InternFromString("restore"), *drop = PyUnicode_InternFromString("drop"),
-           *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString(""),
+           *capturing = PyUnicode_InternFromString("capturing"), *hbm = PyUnicode_InternFromString("hbm"),
+           *relieve = PyUnicode_InternFromString("relieve"), *prefetch = PyUnicode_InternFromString("prefetch"),
+           *take = PyUnicode_InternFromString("take"), *restore = PyUnicode_InternFromString("restore"),
+           *drop = PyUnicode_InternFromString("drop"), *note = PyUnicode_InternFromString("note"),
+           *nothing = PyUnicode_InternFromString(""), *no_bytes = PyLong_FromLong(0),
            *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
            *makes = PyUnicode_InternFromString("makes"), *resting = PyUnicode_InternFromString("resting"),
            *bypassed = PyUnicode_InternFromString("bypassed"), *bypass = PyUnicode_InternFromString("bypass"),

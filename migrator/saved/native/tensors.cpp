@@ -12,6 +12,7 @@
 #include "calls.h"
 #include "hooks.h"
 #include "moved.h"
+#include "occupancy.h"
 #include "storages.h"
 
 namespace {
@@ -20,6 +21,7 @@ PyMethodDef functions[] = {
     {"Saved", fast(make_saved), METH_FASTCALL, nullptr},
     {"Moved", fast(make_moved), METH_FASTCALL, nullptr},
     {"Storages", make_storages, METH_NOARGS, nullptr},
+    {"Occupancy", fast(make_occupancy), METH_FASTCALL, nullptr},
     {"memory_of", fast(memory_of), METH_FASTCALL, nullptr},
     {"arrange", arrange, METH_O, nullptr},
     {"spans", fast(spans), METH_FASTCALL, nullptr},
@@ -47,6 +49,7 @@ PyMODINIT_FUNC PyInit_tensors() {
                      prepare<Known>(known_type, known_members, known_getters, known_methods) &&
                      prepare<Storages>(storages_type, nullptr, nullptr, storages_methods) &&
                      prepare<Moved>(moved_type, moved_members, moved_getters, moved_methods) &&
+                     prepare<Occupancy>(occupancy_type, occupancy_members, nullptr, occupancy_methods) &&
                      prepare<Hook>(hook_type, hook_members, nullptr, nullptr) &&
                      prepare<Armed>(armed_type, nullptr, nullptr, nullptr) &&
                      prepare<Calls>(calls_type, nullptr, nullptr, calls_methods);

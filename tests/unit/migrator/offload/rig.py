@@ -68,7 +68,7 @@ class Rig:
         self.compute = StreamCompute()
         self.out, self.back = HandLane(), HandLane()
         self.engine = Engine(self.compute, self.out, self.back, self.backing, built())
-        self.engine.limit = 0
+        self.engine.hbm.limit = 0
 
     def group(self, next_use: int = 0) -> Group:
         return Group(next_use, self.compute.stream())
@@ -101,7 +101,7 @@ class Rig:
 def assert_nothing_left(rig: Rig) -> None:
     rig.run()
     rig.engine.collect()
-    assert (rig.engine.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
+    assert (rig.engine.hbm.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
 
 
 def assert_comes_back(rig: Rig, held: Held) -> None:

@@ -8,34 +8,34 @@ from torch_tiers.migrator.offload.group import State
 
 def test_the_iteration_counts_what_is_still_alive(rig: Rig) -> None:
     held = rig.held(rig.group())
-    rig.engine.entered(5)
+    rig.engine.enter(5)
     rig.engine.end_iteration()
-    assert rig.engine.resident == NBYTES
+    assert rig.engine.hbm.resident == NBYTES
     held.use()
-    assert rig.engine.resident == 0
+    assert rig.engine.hbm.resident == 0
 
 
 def test_what_leaves_twice_is_subtracted_once(rig: Rig) -> None:
     held = rig.held(rig.group())
-    rig.engine.entered(5)
-    rig.engine.left(5)
-    rig.engine.left(5)
-    assert rig.engine.resident == NBYTES
+    rig.engine.enter(5)
+    rig.engine.leave(5)
+    rig.engine.leave(5)
+    assert rig.engine.hbm.resident == NBYTES
     held.die()
     assert_nothing_left(rig)
 
 
 def test_the_peak_is_that_of_the_iteration(rig: Rig) -> None:
     rig.compute.static = 1000
-    rig.engine.entered(50)
+    rig.engine.enter(50)
     rig.engine.begin_backward()
-    rig.engine.left(50)
+    rig.engine.leave(50)
     assert rig.engine.end_iteration() == 1050
     assert rig.engine.end_iteration() == 1000
 
 
 def test_bytes_that_stay_push_groups_out(rig: Rig) -> None:
-    rig.engine.limit = 2 * NBYTES
+    rig.engine.hbm.limit = 2 * NBYTES
     (held,) = rig.offloaded()
-    rig.engine.entered(NBYTES + 1)
+    rig.engine.enter(NBYTES + 1)
     assert held.group.state is State.AWAY

@@ -36,7 +36,7 @@ class Real:
             lane.close()
         self.backing.close()
         self.engine.collect()
-        assert (self.engine.resident, self.engine.alive, self.arena.used) == (0, 0, 0)
+        assert (self.engine.hbm.resident, self.engine.alive, self.arena.used) == (0, 0, 0)
         if self.store is not None:
             assert self.store.used == 0
             self.store.close()
@@ -67,7 +67,7 @@ def forward(engine: Engine, rng: Random, groups: int) -> list[Held]:
             if rng.random() < 0.2:  # saved once more when its group is on its way, or gone
                 held.append(Held(engine, group, tensor, held[-1].saved))
         if rng.random() < 0.2:
-            engine.entered(rng.randrange(200 * KiB))
+            engine.enter(rng.randrange(200 * KiB))
     return held
 
 
@@ -85,7 +85,7 @@ def backward(engine: Engine, rng: Random, held: list[Held]) -> None:
             if rng.random() < 0.9:
                 assert torch.equal(tensor.use(), tensor.expected)
                 if rng.random() < 0.1:
-                    engine.left(rng.randrange(200 * KiB))
+                    engine.leave(rng.randrange(200 * KiB))
             if step == again:
                 tensor.die()
 
@@ -97,7 +97,7 @@ def test_any_program_gets_back_what_it_saved(on_disk: bool, tmp_path: Path, seed
     rig = real(8 * PAGE if on_disk else 128 * MiB, tmp_path if on_disk else None)
     kept: list[Held] = []
     for _ in range(12):
-        rig.engine.limit = rng.choice([0, 200 * KiB, MiB, 100 * MiB])
+        rig.engine.hbm.limit = rng.choice([0, 200 * KiB, MiB, 100 * MiB])
         held = forward(rig.engine, rng, rng.randrange(1, 20))
         if rng.random() < 0.2:  # an exception: this graph dies without a backward
             for tensor in held:
@@ -108,7 +108,7 @@ def test_any_program_gets_back_what_it_saved(on_disk: bool, tmp_path: Path, seed
             backward(rig.engine, rng, kept + held)
             kept = []
         rig.engine.end_iteration()
-        assert rig.engine.resident >= 0
+        assert rig.engine.hbm.resident >= 0
     for tensor in kept:
         assert torch.equal(tensor.use(), tensor.expected)
         tensor.die()

@@ -23,17 +23,17 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_what_is_needed_on_its_way_out_is_handed_back(rig: Rig) -> None:
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     (held,) = rig.offloaded()
     assert torch.equal(held.use(), held.expected)
     assert rig.back.copies == 0
 
 
 def test_what_was_handed_back_stays_whole_when_its_group_is_released(rig: Rig) -> None:
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     (held,) = rig.offloaded()
     given = held.use()
-    rig.engine.limit = 0
+    rig.engine.hbm.limit = 0
     rig.offloaded()
     rig.engine.relieve()
     assert torch.equal(given, held.expected)
@@ -64,25 +64,25 @@ def test_a_group_comes_back_bit_for_bit_in_one_copy_that_waits_for_its_own_copy_
 def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
     (held,), (other,) = rig.offloaded(next_use=1), rig.offloaded(next_use=0)
     rig.run()
-    before = (rig.engine.resident, held.saved.group.state, rig.engine.unsettled)
+    before = (rig.engine.hbm.resident, held.saved.group.state, rig.engine.unsettled)
     seen = rig.engine.glimpse(held.saved)
     rig.back.run()
     assert seen is not None
     assert torch.equal(seen[held.saved.offset :][:NBYTES], held.expected)
-    assert (rig.engine.resident, held.saved.group.state, rig.engine.unsettled) == before
+    assert (rig.engine.hbm.resident, held.saved.group.state, rig.engine.unsettled) == before
     assert held.saved.group.buffer is None
     for late in (other, held):  # as they would have come back without it
         assert_comes_back(rig, late)
 
 
 def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
-    rig.engine.limit = 2 * NBYTES
+    rig.engine.hbm.limit = 2 * NBYTES
     (held,) = rig.offloaded()
     assert rig.engine.glimpse(held.saved) is None  # the program's own memory is still there
-    rig.engine.limit = 0
+    rig.engine.hbm.limit = 0
     rig.engine.relieve()
     rig.run()
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     rig.engine.begin_backward()  # which brings it back early
     rig.back.run()
     assert rig.engine.glimpse(held.saved) is held.saved.group.buffer
@@ -104,7 +104,7 @@ def test_every_stream_that_uses_a_buffer_waits_for_it_once(rig: Rig) -> None:
 def test_a_buffer_is_handed_over_to_a_first_user_on_another_stream(rig: Rig) -> None:
     held, _ = rig.offloaded(count=2)
     rig.out.run()
-    rig.engine.limit = 2 * NBYTES
+    rig.engine.hbm.limit = 2 * NBYTES
     rig.engine.begin_backward()
     rig.compute.current = 2
     held.use()
@@ -114,9 +114,9 @@ def test_a_buffer_is_handed_over_to_a_first_user_on_another_stream(rig: Rig) -> 
 def test_groups_come_back_in_the_order_in_which_they_are_needed_and_within_the_limit(rig: Rig) -> None:
     groups = {next_use: rig.offloaded(next_use)[0] for next_use in (5, 1, 9, 3)}
     rig.out.run()
-    rig.engine.limit = 2 * NBYTES
+    rig.engine.hbm.limit = 2 * NBYTES
     rig.engine.begin_backward()
-    assert rig.engine.resident == 2 * NBYTES
+    assert rig.engine.hbm.resident == 2 * NBYTES
     home = [next_use for next_use, held in groups.items() if held.group.state is State.HOME]
     assert sorted(home) == [1, 3]
     groups[1].use()
@@ -127,7 +127,7 @@ def test_groups_come_back_in_the_order_in_which_they_are_needed_and_within_the_l
 def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
     groups = [rig.offloaded(next_use=k)[0] for k in range(6)]
     rig.out.run()
-    rig.engine.limit = 10 * NBYTES
+    rig.engine.hbm.limit = 10 * NBYTES
     rig.engine.ahead = 2
     rig.engine.begin_backward()
     assert [held.group.state for held in groups[:3]] == [State.HOME, State.HOME, State.AWAY]
@@ -138,7 +138,7 @@ def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
 def test_a_group_that_died_before_its_use_makes_way_for_the_next(rig: Rig) -> None:
     groups = [rig.offloaded(next_use=k)[0] for k in range(3)]
     rig.out.run()
-    rig.engine.limit = 10 * NBYTES
+    rig.engine.hbm.limit = 10 * NBYTES
     rig.engine.ahead = 1
     rig.engine.begin_backward()
     groups[0].die()
@@ -151,11 +151,11 @@ def test_a_group_that_died_before_its_use_makes_way_for_the_next(rig: Rig) -> No
 def test_prefetching_waits_for_bytes_that_stay(rig: Rig) -> None:
     rig.offloaded()
     rig.out.run()
-    rig.engine.limit = NBYTES
-    rig.engine.entered(1)
+    rig.engine.hbm.limit = NBYTES
+    rig.engine.enter(1)
     rig.engine.begin_backward()
     assert rig.back.copies == 0
-    rig.engine.left(1)
+    rig.engine.leave(1)
     assert rig.back.copies == 1
 
 
@@ -163,11 +163,11 @@ def test_a_group_comes_back_when_its_position_is_reached(rig: Rig) -> None:
     (held,) = rig.offloaded(7)
     rig.out.run()
     held.group.bring_at = 5
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     rig.engine.begin_backward()
-    rig.engine.reached(Pace(birth=0, use=4, from_birth=None, from_use=None))
+    rig.engine.leave(0, Pace(birth=0, use=4, from_birth=None, from_use=None))
     assert rig.back.copies == 0
-    rig.engine.reached(Pace(birth=0, use=5, from_birth=None, from_use=None))
+    rig.engine.leave(0, Pace(birth=0, use=5, from_birth=None, from_use=None))
     assert rig.back.copies == 1
 
 
@@ -176,29 +176,29 @@ def test_what_is_needed_comes_back_all_the_same(rig: Rig, limit: int, bring_at: 
     (held,) = rig.offloaded()
     held.group.bring_at = bring_at
     rig.out.run()
-    rig.engine.limit = limit
+    rig.engine.hbm.limit = limit
     rig.engine.begin_backward()
     assert rig.back.copies == 0
     assert_comes_back(rig, held)
 
 
 def test_the_room_of_a_site_holds_from_its_birth_and_from_its_use(rig: Rig) -> None:
-    rig.engine.limit = 4 * NBYTES
+    rig.engine.hbm.limit = 4 * NBYTES
     groups = [rig.offloaded(next_use)[0].group for next_use in range(3)]
-    rig.engine.born(Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
+    rig.engine.enter(0, Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
     assert [group.state for group in groups] == [State.AWAY, State.AWAY, State.LEAVING]
     rig.out.run()
     rig.engine.begin_backward()
     assert rig.back.copies == 0
-    rig.engine.reached(Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
+    rig.engine.leave(0, Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
     assert rig.back.copies == 2
 
 
 def test_what_is_asked_for_again_does_not_turn_the_room_back(rig: Rig) -> None:
     first, second = (Pace(0, use, None, use * NBYTES) for use in (4, 5))
     for pace in (first, second, first):
-        rig.engine.reached(pace)
-    assert rig.engine.limit == 5 * NBYTES
+        rig.engine.leave(0, pace)
+    assert rig.engine.hbm.limit == 5 * NBYTES
 
 
 def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None:
@@ -208,7 +208,7 @@ def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None
     assert one.group.state is State.HOME and one.group.buffer is not None
     buffer = StorageWeakRef(one.group.buffer.untyped_storage())
     view = other.use()
-    assert rig.engine.resident == 0
+    assert rig.engine.hbm.resident == 0
     rig.back.run()
     assert torch.equal(view, other.expected)
     del view
@@ -218,7 +218,7 @@ def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None
 def test_no_room_for_a_prefetch_is_no_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     (held,) = rig.offloaded()
     rig.out.run()
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     with monkeypatch.context() as patch:
         patch.setattr(rig.compute, "empty", raising(torch.OutOfMemoryError, "no room"))
         rig.engine.begin_backward()

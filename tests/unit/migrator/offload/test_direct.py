@@ -75,7 +75,7 @@ class Rig:
         self.out = out
         lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
         self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, built(), self.direct)
-        self.engine.limit = GiB
+        self.engine.hbm.limit = GiB
         self._lanes = lanes
         self.held: list[object] = []
 
@@ -91,9 +91,9 @@ class Rig:
 
     def release(self) -> None:
         with self.engine.lock:
-            self.engine.limit = 0
+            self.engine.hbm.limit = 0
             self.engine.relieve()
-            self.engine.limit = GiB
+            self.engine.hbm.limit = GiB
 
     def back(self, saved: Saved) -> torch.Tensor:
         with self.engine.lock:
@@ -217,10 +217,10 @@ def test_a_group_that_finds_no_way_out_stays(rig: Rig, monkeypatch: pytest.Monke
         monkeypatch.setattr(way, name, raising(TierFull, "dram", None, 1, 0, 0))
     group, saved, contents = rig.offload(2 * SLOT)
     rig.release()
-    assert group.members and rig.engine.resident == group.nbytes and rig.engine.source(saved[0]) is None
+    assert group.members and rig.engine.hbm.resident == group.nbytes and rig.engine.source(saved[0]) is None
     assert torch.equal(saved[0].alias, contents[0])
     rig.forget()
-    assert not group.members and rig.engine.resident == 0
+    assert not group.members and rig.engine.hbm.resident == 0
 
 
 def test_a_write_that_cannot_be_asked_for_is_kept_in_the_hosts_memory(
@@ -304,7 +304,7 @@ def test_a_group_whose_end_is_interrupted_leaves_nothing(rig: Rig, monkeypatch: 
         patch.setattr(rig.engine.compute, "wait", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             rig.forget()
-    assert group.state is State.GONE and group.buffer is None and rig.engine.resident == 0
+    assert group.state is State.GONE and group.buffer is None and rig.engine.hbm.resident == 0
     assert eventually(lambda: rig.store.used == 0)
 
 

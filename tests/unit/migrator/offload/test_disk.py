@@ -18,7 +18,7 @@ def test_groups_past_dram_come_back_from_disk(disk: Rig) -> None:
     for next_use in reversed(range(10)):
         groups.append(disk.offloaded(next_use)[0])
         disk.out.run()
-    disk.engine.limit = 2 * NBYTES
+    disk.engine.hbm.limit = 2 * NBYTES
     disk.engine.begin_backward()
     for held in reversed(groups):
         assert_comes_back(disk, held)

@@ -18,7 +18,7 @@ def filling(rig: Rig) -> Held:
 
 
 def leaving(rig: Rig) -> Held:
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     return rig.offloaded()[0]
 
 
@@ -34,7 +34,7 @@ def away_for_good(rig: Rig) -> Held:
 
 def coming_home(rig: Rig) -> Held:
     held = away_for_good(rig)
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     rig.engine.begin_backward()
     assert held.group.state is State.HOME
     return held

@@ -13,21 +13,21 @@ from torch_tiers.migrator.streams.pieces import SLOT
 
 
 def test_only_over_the_limit_memory_is_released_that_of_the_oldest_first(rig: Rig) -> None:
-    rig.engine.limit = 2 * NBYTES
+    rig.engine.hbm.limit = 2 * NBYTES
     held = [rig.offloaded()[0] for _ in range(4)]
     assert [each.group.state for each in held] == [State.AWAY, State.AWAY, State.LEAVING, State.LEAVING]
-    assert rig.engine.resident == 2 * NBYTES
+    assert rig.engine.hbm.resident == 2 * NBYTES
     rig.out.run()
     assert [each.memory.expired() for each in held] == [True, True, False, False]
     assert [each.saved.alias.untyped_storage().nbytes() for each in held] == [0, 0, NBYTES, NBYTES]
 
 
 def test_a_group_that_fills_makes_others_go_and_not_only_once_it_is_full(rig: Rig) -> None:
-    rig.engine.limit = NBYTES
+    rig.engine.hbm.limit = NBYTES
     (leaving,) = rig.offloaded()
     rig.held(rig.group())
     assert leaving.group.state is State.AWAY
-    assert rig.engine.resident == NBYTES
+    assert rig.engine.hbm.resident == NBYTES
 
 
 def test_a_meter_is_told_once_of_all_that_is_released_and_what_there_was_until_then(
@@ -36,11 +36,11 @@ def test_a_meter_is_told_once_of_all_that_is_released_and_what_there_was_until_t
     told: list[int] = []
     rig.engine.meter = rig.compute.meter()
     monkeypatch.setattr(rig.engine.meter, "part", told.append)
-    rig.engine.limit = 9 * NBYTES
+    rig.engine.hbm.limit = 9 * NBYTES
     rig.offloaded(count=3)
     rig.offloaded(count=2)
     assert told == []
-    rig.engine.limit = 0
+    rig.engine.hbm.limit = 0
     rig.engine.relieve()
     assert told == [5 * NBYTES]  # once for both
 

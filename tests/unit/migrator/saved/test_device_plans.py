@@ -130,7 +130,7 @@ def test_plans_that_come_just_as_a_recomputation_is_found_to_differ_are_not_adop
 
 def test_a_group_that_left_under_pressure_is_no_misprediction(rig: Rig) -> None:
     run(rig, layers(10))
-    rig.engine.limit = 0
+    rig.engine.hbm.limit = 0
     run(rig, layers(10))
     assert rig.mover.recorder is None
 

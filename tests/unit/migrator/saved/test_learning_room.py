@@ -26,10 +26,10 @@ def test_nothing_leaves_before_there_is_a_plan_where_there_is_room_and_dram_for_
 def test_once_a_program_turns_out_not_to_fit_all_that_it_saves_goes() -> None:
     rig = Rig(budget=64 * MiB, recordings=2, spills=True)
     kept = [rig.save(f"a:{k}", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)) for k in range(10)]
-    assert not rig.out.copies and rig.engine.resident == rig.mover.filling.room == 40 * MiB
+    assert not rig.out.copies and rig.engine.hbm.resident == rig.mover.filling.room == 40 * MiB
     kept.append(rig.save("a:10", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)))
     assert rig.out.copies == len(kept)
-    assert rig.engine.resident <= rig.mover.filling.room == 8 * MiB
+    assert rig.engine.hbm.resident <= rig.mover.filling.room == 8 * MiB
     assert not any(rig.restore(moved).any() for moved in kept)
     rig.mover.end_iteration(whole=True)
     assert rig.mover.plans.take_news(), (

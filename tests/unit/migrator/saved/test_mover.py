@@ -83,23 +83,23 @@ def parts() -> tuple[torch.Tensor, ...]:
 
 
 def test_parts_of_one_buffer_move_once(rig: Rig) -> None:
-    (q, k), before = parts(), rig.engine.resident
+    (q, k), before = parts(), rig.engine.hbm.resident
     first, second = rig.save("a:0", tensor=q), rig.save("a:1", tensor=k)
     assert first.saved is second.saved
-    assert rig.engine.resident - before == 4 * MiB
+    assert rig.engine.hbm.resident - before == 4 * MiB
 
 
 @pytest.mark.parametrize("stream", [None, 1])
 def test_parts_wait_for_each_other_and_not_for_what_comes_after(rig: Rig, stream: int | None) -> None:
     """A program that saves nothing but padded rows kept all of it while it was recorded. A host has the stream None."""
     rig.compute.current = stream  # type: ignore[assignment]
-    rig.mover.filling.room = rig.engine.limit = MiB
+    rig.mover.filling.room = rig.engine.hbm.limit = MiB
     for number in range(12):
         q, k = parts()
         assert rig.save(f"{number}:0", tensor=q).saved.group.state is State.FILLING
         rig.save(f"{number}:1", tensor=k)
         del q, k
-        assert rig.engine.resident <= 4 * MiB
+        assert rig.engine.hbm.resident <= 4 * MiB
 
 
 def apart() -> tuple[torch.Tensor, ...]:
@@ -132,14 +132,14 @@ def test_groups_that_are_never_complete_do_not_keep_hbm_full(rig: Rig) -> None:
     """A layer that was frozen after the plan was made: every group lacks a site."""
     groups = rig.planned(*halves(400), limit=4 * MiB)
     moved = [rig.save(f"m{k}:0", go) for k, (go, _) in enumerate(groups)]
-    assert rig.engine.resident <= 4 * MiB + 2 * PAGE
+    assert rig.engine.hbm.resident <= 4 * MiB + 2 * PAGE
     assert len(moved) == 400
 
 
 def test_what_leaves_under_pressure_leaves_in_pieces_worth_a_page(rig: Rig) -> None:
     """Bytes that stay are over the limit by themselves; single tensors would fill DRAM with padding."""
     groups = rig.planned(*halves(100), limit=MiB)
-    rig.mover.engine.entered(2 * MiB)
+    rig.mover.engine.enter(2 * MiB)
     moved = [rig.save(f"m{k}:0", go) for k, (go, _) in enumerate(groups)]
     assert rig.arena.used <= 2 * len(moved) * NBYTES
 
@@ -225,7 +225,7 @@ def test_while_nothing_is_planned_a_full_tier_leaves_tensors_in_hbm(monkeypatch:
         moved.pop()
         rig.engine.collect()
         assert memory.pop().expired()  # dead, and so gone, as in the program without tiers
-    assert (rig.engine.resident, rig.arena.used) == (0, 0)
+    assert (rig.engine.hbm.resident, rig.arena.used) == (0, 0)
     rig.close()
 
 
@@ -366,15 +366,15 @@ def test_a_planned_iteration_leaves_nothing_behind(rig: Rig) -> None:
     for _ in range(3):
         run(rig, layers(10))
         rig.engine.collect()
-        assert (rig.engine.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
+        assert (rig.engine.hbm.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
 
 
 def test_a_planned_iteration_stays_within_its_limit() -> None:
     rig = Rig(budget=24 * MiB, policy="flashneuron")
     run(rig, layers(40))
     peaks: list[int] = []
-    run(rig, layers(40), check=lambda: peaks.append(rig.engine.resident))
-    assert max(peaks) <= rig.engine.limit
+    run(rig, layers(40), check=lambda: peaks.append(rig.engine.hbm.resident))
+    assert max(peaks) <= rig.engine.hbm.limit
     assert any(isinstance(action, Stay) and action.enter for _, action in rig.mover.actions())
     rig.close()
 
@@ -384,7 +384,7 @@ def test_while_recording_what_stays_enters_as_it_leaves() -> None:
     run(rig, layers(10))
     run(rig, layers(12))  # mispredicted: the next iterations are recorded
     seen: list[int] = []
-    run(rig, layers(12), check=lambda: seen.append(rig.engine.resident))
+    run(rig, layers(12), check=lambda: seen.append(rig.engine.hbm.resident))
     assert min(seen) >= 0
     rig.close()
 
@@ -408,7 +408,7 @@ def test_a_graph_that_outlives_its_iteration_is_whole(rig: Rig) -> None:
     assert torch.equal(rig.restore(early), x)
     del early
     rig.engine.collect()
-    assert (rig.engine.resident, rig.arena.used) == (0, 0)
+    assert (rig.engine.hbm.resident, rig.arena.used) == (0, 0)
 
 
 # ----------------------------------------------------------------------------------- any program at all
@@ -447,12 +447,12 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
                 rig.mover.begin_again()
             continue
         run(rig, program)
-        assert rig.engine.resident >= 0
+        assert rig.engine.hbm.resident >= 0
     for lane in lanes:
         lane.close()
     rig.backing.close()
     rig.engine.collect()
-    assert (rig.engine.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
+    assert (rig.engine.hbm.resident, rig.engine.alive, rig.arena.used) == (0, 0, 0)
     if store is not None:
         assert store.used == 0
         store.close()

@@ -24,7 +24,7 @@ def test_every_name_that_cpp_calls_is_a_method_or_attribute_of_what_it_is_called
         "take": rig.mover,
         "restore": rig.mover,
         "compute": rig.engine,
-        **dict.fromkeys(("born", "entered", "reached", "left"), rig.engine),
+        **dict.fromkeys(("hbm", "relieve", "prefetch"), rig.engine),
         "capturing": Compute,
         **dict.fromkeys(("drop", "note"), Saver),
         **dict.fromkeys(("inputs", "run", "makes"), Replay),

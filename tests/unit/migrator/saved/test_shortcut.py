@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -43,11 +43,26 @@ class _Engine:
     def __init__(self) -> None:
         self.compute = _Compute()
         self.told: list[object] = []
-        for name in ("born", "entered", "reached", "left"):
-            setattr(self, name, partial(self._note, name))
+        group: Any = object()
+        self.hbm = built().Occupancy({group: None}, deque([group]))  # one leaves, and one is to come back
 
-    def _note(self, name: str, what: Pace | int) -> None:
-        self.told.append((name, what))
+    def enter(self, nbytes: int, pace: Pace | None = None) -> None:
+        if self.hbm.enter(nbytes, pace):
+            self.relieve()
+
+    def leave(self, nbytes: int, pace: Pace | None = None) -> None:
+        if self.hbm.leave(nbytes, pace):
+            self.prefetch()
+
+    def relieve(self) -> None:
+        self.told.append("relieve")
+
+    def prefetch(self) -> None:
+        self.told.append("prefetch")
+
+    def counts(self) -> tuple[int, ...]:
+        hbm = self.hbm
+        return hbm.resident, hbm.limit, hbm.position, hbm.stayed, hbm.used_up
 
 
 class _Mover:
@@ -97,8 +112,8 @@ class _Rig:
         self.saver.place.iteration += 1
 
     def state(self) -> tuple[object, ...]:
-        place = self.saver.place
-        return self.mover.engine.told, self.iterations, place.in_backward, place.here.count, place.here.path
+        place, engine = self.saver.place, self.mover.engine
+        return engine.told, engine.counts(), self.iterations, place.in_backward, place.here.count, place.here.path
 
 
 @pytest.fixture

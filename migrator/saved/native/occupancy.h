@@ -1,0 +1,138 @@
+// What an engine counts with each tensor that is saved or asked for: the bytes in HBM, the room for them, and how far
+// the plan's iteration has come. `offload/occupancy.py` says what Python sees of it.
+//
+// A model saves a thousand tensors in a step. To call the engine for each took the host as long as all else that a
+// tensor needs which stays; so it is called where it has something to do.
+#pragma once
+
+#include <structmember.h>
+
+#include <algorithm>
+
+#include "slots.h"
+
+namespace {
+
+struct Occupancy {
+  PyObject_HEAD
+  long long resident, limit, position, stayed, used_up;
+  PyObject *leaving, *order;  // the engine's groups: whose copy has been submitted; that are still to come back
+  struct Own {
+  } own;
+
+  void forget_weak() {}
+  void clear() {
+    Py_CLEAR(leaving);
+    Py_CLEAR(order);
+  }
+  int visit(visitproc visit, void *arg) {
+    Py_VISIT(leaving);
+    Py_VISIT(order);
+    return 0;
+  }
+
+  // Bytes enter HBM, and a site of the plan was saved, if there is one. Whether groups are to be released for them.
+  bool enter(long long nbytes, PyObject *pace) {
+    bool changed = nbytes != 0;
+    if (pace != Py_None) {
+      position = number(PyTuple_GET_ITEM(pace, 0));
+      changed |= narrow(PyTuple_GET_ITEM(pace, 2));
+    }
+    stayed += nbytes;
+    resident += nbytes;
+    return changed && resident > limit && PyObject_Size(leaving) > 0;
+  }
+
+  // Bytes leave it, as backward has asked for a site of the plan, if there is one. Whether groups may come back.
+  bool leave(long long nbytes, PyObject *pace) {
+    bool changed = nbytes != 0;
+    // Else it is asked for again, or not in the plan's order.
+    if (pace != Py_None && number(PyTuple_GET_ITEM(pace, 1)) > position) {
+      position = number(PyTuple_GET_ITEM(pace, 1));
+      narrow(PyTuple_GET_ITEM(pace, 3));
+      changed = true;
+    }
+    // What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
+    nbytes = std::min(nbytes, stayed);
+    stayed -= nbytes;
+    resident -= nbytes;
+    used_up += nbytes;
+    return changed && PyObject_Size(order) > 0;
+  }
+
+  bool narrow(PyObject *room) {
+    if (room == Py_None) return false;
+    limit = number(room);
+    return true;
+  }
+
+  static long long number(PyObject *object) {
+    const long long value = PyLong_AsLongLong(object);
+    if (value == -1 && PyErr_Occurred()) throw python_error();
+    return value;
+  }
+};
+
+PyMemberDef occupancy_members[] = {
+    {"resident", T_LONGLONG, offsetof(Occupancy, resident), 0, nullptr},
+    {"limit", T_LONGLONG, offsetof(Occupancy, limit), 0, nullptr},
+    {"position", T_LONGLONG, offsetof(Occupancy, position), 0, nullptr},
+    {"stayed", T_LONGLONG, offsetof(Occupancy, stayed), 0, nullptr},
+    {"used_up", T_LONGLONG, offsetof(Occupancy, used_up), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+template <bool (Occupancy::*count)(long long, PyObject *)>
+PyObject *counted(PyObject *self, PyObject *const *args, Py_ssize_t size) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(size == 2, "bytes, and a pace or None, are wanted");
+  return PyBool_FromLong((reinterpret_cast<Occupancy *>(self)->*count)(Occupancy::number(args[0]), args[1]));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef occupancy_methods[] = {
+    {"enter", fast(counted<&Occupancy::enter>), METH_FASTCALL, nullptr},
+    {"leave", fast(counted<&Occupancy::leave>), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyTypeObject occupancy_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.saved.native.Occupancy",
+                               sizeof(Occupancy)};
+
+// Occupancy(leaving, order)
+PyObject *make_occupancy(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "Occupancy(leaving, order)");
+  auto *made = make<Occupancy>(occupancy_type);
+  hold(made->leaving, args[0]);
+  hold(made->order, args[1]);
+  made->position = -1;
+  return reinterpret_cast<PyObject *>(made);
+  END_HANDLE_TH_ERRORS
+}
+
+THPObjectPtr engine_of(PyObject *mover) {
+  THPObjectPtr engine(PyObject_GetAttr(mover, names().engine));
+  if (!engine) throw python_error();
+  return engine;
+}
+
+template <bool (Occupancy::*count)(long long, PyObject *)>
+void tell(PyObject *engine, long long nbytes, PyObject *pace, PyObject *to_do) {
+  THPObjectPtr hbm(PyObject_GetAttr(engine, names().hbm));
+  if (!hbm) throw python_error();
+  TORCH_CHECK_TYPE(Py_TYPE(hbm.get()) == &occupancy_type, "an engine has an Occupancy");
+  auto &of = *reinterpret_cast<Occupancy *>(hbm.get());
+  if ((of.*count)(nbytes, pace) && !THPObjectPtr(PyObject_CallMethodNoArgs(engine, to_do))) throw python_error();
+}
+
+// `Engine.enter` and `Engine.leave`.
+void enter(PyObject *engine, PyObject *nbytes, PyObject *pace = Py_None) {
+  tell<&Occupancy::enter>(engine, Occupancy::number(nbytes), pace, names().relieve);
+}
+
+void leave(PyObject *engine, PyObject *nbytes, PyObject *pace = Py_None) {
+  tell<&Occupancy::leave>(engine, Occupancy::number(nbytes), pace, names().prefetch);
+}
+
+}  // namespace
