@@ -13,9 +13,7 @@ from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 
-OVERSTATED = (
-    0.2  # of the time learned before, if a recorded iteration, which is late and never early, takes so much less
-)
+OVERSTATED = 0.2  # of the time learned before: a recorded iteration is late, and never by so much early
 
 
 @dataclass(frozen=True)
