@@ -35,6 +35,14 @@ def step_seconds(stats: Mapping[str, Any]) -> float | None:
     return seconds
 
 
+def step_range(stats: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds that nine of ten steps under the last plan lie between; None if there were too few."""
+    settled: Mapping[str, Any] = stats["step_s"].get("settled", {"steps": 0})
+    if settled["steps"] < ENOUGH or settled.get("low") is None or settled.get("high") is None:
+        return None
+    return settled["low"], settled["high"]
+
+
 def by_iteration(stats: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Bytes moved by lane and seconds stalled by cause, of an iteration: of those under the last plan, if they tell."""
     settled = stats.get("settled")  # of which earlier versions did not tell

@@ -34,7 +34,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.device_log import DeviceLog
 
 MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
-RECORDINGS = 3  # of the first iterations on a GPU: in each the host is late somewhere
+RECORDINGS = 3  # of the first iterations: in each the host is late somewhere
 
 log = logging.getLogger("tiers")
 
@@ -170,7 +170,7 @@ class Devices:
             target,
             shared.links,
             in_background,
-            RECORDINGS if device.type == "cuda" else 1,
+            RECORDINGS,
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.room,

@@ -41,13 +41,22 @@ class StepTimes:
         return statistics.median(few) if few else None
 
     def summary(self) -> dict[str, Any]:
-        """Median, shortest and longest; None before there were two steps. `settled` is of those under the last plan."""
+        """Median, shortest and longest; None before there were two steps. `settled` is of those under the last plan.
+
+        Nine of ten of these lie between `low` and `high`, as many above as below.
+        """
         times = list(self._recent)
         count = 0 if self._learning is None else min(max(self.count - self._learning, 0), len(times))
-        settled = times[len(times) - count :]
+        settled = sorted(times[len(times) - count :])
+        outside = count // 20  # on either side
         return {
             "median": statistics.median(times) if times else None,
             "min": self._shortest if times else None,
             "max": self._longest if times else None,
-            "settled": {"median": statistics.median(settled) if settled else None, "steps": count},
+            "settled": {
+                "median": statistics.median(settled) if settled else None,
+                "low": settled[outside] if settled else None,
+                "high": settled[-1 - outside] if settled else None,
+                "steps": count,
+            },
         }

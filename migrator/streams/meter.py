@@ -50,12 +50,16 @@ class Device(Protocol):
 
 
 class HostMeter:
-    """The host's clock, and the compute's count of bytes."""
+    """The host's clock, which stands still while hooks work, and the compute's count of bytes.
+
+    While an iteration is recorded hooks take many times as long as under a plan.
+    """
 
     def __init__(self, compute: Host) -> None:
         self._compute = compute
         self._untracked = 0.0
-        self._begin = self.mark()
+        self._own = 0.0  # seconds of the program so far
+        self._since: float | None = self.mark()  # when it went on; None while it is we who work
         self._times: list[float] = []
         self._others: list[int] = []
 
@@ -69,20 +73,27 @@ class HostMeter:
 
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
-        self._times.append(self.mark() - self._begin)
+        self.arrive()
+        self._times.append(self._own)
         self._others.append(self._compute.static)
+        self.depart()  # at the latest: who departs once more has the program go on from then
 
     def arrive(self, *, outside: bool = False) -> None:
-        """There is one clock."""
+        """Stop the program's clock, until `depart`: a hook has begun."""
+        if self._since is not None:
+            self._own += self.mark() - self._since
+            self._since = None
 
     def depart(self) -> None:
-        """There is one clock."""
+        """Let the program's clock go on."""
+        self._since = self.mark()
 
     def part(self, resident: int) -> None:
         """Nothing here measures memory."""
 
     def resume(self, *, brought: bool = False) -> None:
-        """Nothing here measures memory."""
+        """Our own work at a position is over."""
+        self.depart()
 
     def abandon(self) -> None:
         """Nothing is under way."""
@@ -106,7 +117,8 @@ class HostMeter:
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over. To be called once."""
-        return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
+        self.arrive()
+        return Measures(tuple(self._times), self._own, (*self._others, self._compute.static))
 
 
 class CudaMeter:

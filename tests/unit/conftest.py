@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 from torch_tiers.places import cache_directory
 
 # Beside what is built for this user, so that whoever keeps that from run to run keeps this: half a minute of compiling.
@@ -17,3 +19,14 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     if "torch" in sys.modules:  # tests of other folders are collected, too
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def plans_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans come after one iteration that is recorded: most programs here train for four steps.
+
+    More of them make times truer, which these tests do not ask about. Programs in processes of their own record as
+    many as users' do.
+    """
+    if (devices := sys.modules.get("torch_tiers.migrator.runtime.devices")) is not None:
+        monkeypatch.setattr(devices, "RECORDINGS", 1)

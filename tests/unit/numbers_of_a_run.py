@@ -7,6 +7,7 @@ from typing import Any
 from torch_tiers.allocator.sizes import GiB
 
 LANES = {"d2h": 40 * GiB, "h2d": 40 * GiB}
+SETTLED = {"median": 0.5, "low": 0.45, "high": 0.6, "steps": 5}
 STATS: dict[str, Any] = {
     "device": "cuda:0",
     "allocator": "torch",
@@ -22,6 +23,6 @@ STATS: dict[str, Any] = {
     "unmanaged_bytes": 512,
     "flushes": 1,
     "pages": dict.fromkeys(("planned", "departed", "misplaced", "maps", "unmaps", "waits", "dram"), 1),
-    "step_s": {"median": 0.5, "min": 0.4, "max": 0.75, "settled": {"median": 0.5, "steps": 5}},
+    "step_s": {"median": 0.5, "min": 0.4, "max": 0.75, "settled": SETTLED},
     "monitor": {"sensors": ["copies"], "steps": 10, "backed_off": 3, "changes": ["memory bus saturated by others"]},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,10 @@ from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.why import LATE, Why
+from torch_tiers.run_directory import step_range
+
+WITHOUT_GPU = "1.4 to 1.9 times"  # see docs/limits.md
+CLOSE = 0.2  # of what was predicted: an error up to this is told as a bound, and a larger one with its direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,10 @@ class Answer:
         Bytes of `needs` that are of state and weights which lay in DRAM at the end.
     share : str or None
         What the budget was of what the program needed at its first plan, if it was set so: ``60%``.
+    most : tuple of float or None
+        Seconds that nine of ten iterations under the last plan lay between; None of too few.
+    without_gpu : bool
+        Host memory played the GPU's.
     """
 
     needs: int | None
@@ -44,6 +53,21 @@ class Answer:
     varies: bool
     demoted: int = 0
     share: str | None = None
+    most: tuple[float, float] | None = None
+    without_gpu: bool = False
+
+    @property
+    def off(self) -> tuple[float, float] | None:
+        """How many times what was predicted nine of ten iterations took, at least and at most; None of too few."""
+        if self.most is None or not self.predicted:
+            return None
+        low, high = self.most
+        return low / self.predicted, high / self.predicted
+
+    @property
+    def error(self) -> float | None:
+        """By what part of the prediction nine of ten iterations were off, at most; None of too few."""
+        return None if self.off is None else max(abs(times - 1) for times in self.off)
 
     @property
     def times_as_long(self) -> float | None:
@@ -61,6 +85,7 @@ class Answer:
 def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> Answer:
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
     known = bool(why.result.ideal) and not why.varies
+    step, parts = step_range(stats), stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     return Answer(
         # Of state and weights that lie in DRAM the trace knows nothing.
         needs(trace, links) + stats.get("demoted", 0) if trace.others else None,
@@ -72,6 +97,8 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
         why.varies,
         stats.get("demoted", 0),
         stats.get("budget_share"),
+        None if step is None else (step[0] * parts, step[1] * parts),
+        stats["device"] == "cpu",
     )
 
 
@@ -87,6 +114,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "ideal_s": answer.ideal,
         "predicted_s": answer.predicted,
         "measured_s": answer.measured,
+        "error": answer.error,
     }
 
 
@@ -99,7 +127,8 @@ def in_short(answer: Answer) -> str:
     times = answer.times_as_long
     if times is None:
         return f"{text}; what the budget costs cannot be told"
-    return f"{text}, and took {times:.2f} times as long as is predicted with all of that memory"
+    good = "" if answer.off is None else f" ({_told(answer)})"
+    return f"{text}, and took {times:.2f} times as long as is predicted with all of that memory{good}"
 
 
 def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
@@ -115,29 +144,43 @@ def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
         yield f"with everything kept an iteration is predicted to need {format_at_least(answer.needs)} of hbm; {ran}"
     if answer.demoted:
         yield f"{format_size(answer.demoted)} of that, of optimizer state and weights, lay in dram at the end"
+    yield from _time(answer)
+    yield from hints
+
+
+def _time(answer: Answer) -> Iterator[str]:
     times, predicted, measured = answer.times_as_long, answer.predicted, answer.measured
     if answer.varies:
         yield "what the budget costs cannot be told: iterations differ from step to step"
-    elif times is None or not predicted or not answer.ideal:
+        return
+    if times is None or not predicted or not answer.ideal:
         yield "what the budget costs cannot be told: nothing was timed"
-    elif measured is None:
+        return
+    if measured is None or predicted > LATE * measured:
         yield f"an iteration is predicted to take {times:.2f} times as long as with all of that memory"
-    elif predicted > LATE * measured:
-        yield (
-            f"an iteration is predicted to take {times:.2f} times as long as with all of that memory; all times are "
-            f"overstated, as iterations took {measured / predicted:.2f} times what was predicted"
-        )
     elif measured > LATE * predicted:
         yield (
             f"an iteration takes {times:.2f} times as long as is predicted with all of that memory; the plan explains "
             f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told further on"
         )
     else:
-        yield (
-            f"an iteration takes {times:.2f} times as long as is predicted with all of that memory ({_ms(measured)}; "
-            f"predicted were {_ms(predicted)})"
-        )
-    yield from hints
+        yield f"an iteration takes {times:.2f} times as long as is predicted with all of that memory"
+    if measured is None:
+        yield f"it is predicted to take {_ms(predicted)}; how good that is cannot be told, as none was measured"
+    else:
+        yield f"it took {_ms(measured)} as measured, and {_ms(predicted)} as predicted; {_told(answer)}"
+    if answer.without_gpu:
+        yield f"both are with torch-tiers: without a GPU its steps take {WITHOUT_GPU} as long as the plain program's"
+
+
+def _told(answer: Answer) -> str:
+    """How good predictions are, as far as the iterations of the run itself tell."""
+    if answer.off is None or answer.error is None:
+        return "there were too few under the last plan to tell how good predictions are"
+    if answer.error <= CLOSE:
+        return f"nine of ten iterations were within {max(1, math.ceil(100 * answer.error))}% of what was predicted"
+    low, high = answer.off
+    return f"nine of ten iterations took {low:.2f} to {high:.2f} times what was predicted"
 
 
 def _ms(seconds: float) -> str:

@@ -85,6 +85,9 @@ def _check_steps(step: Mapping[str, Any]) -> None:
     if "settled" in step:
         settled = record(step["settled"], "step_s.settled")
         _or_none(_seconds)(field(settled, "median", "step_s.settled"), "step_s.settled.median")
+        for name in ("low", "high"):
+            if name in settled:  # of which earlier versions did not tell
+                _or_none(_seconds)(settled[name], f"step_s.settled.{name}")
         _check_counts(settled, "step_s.settled", ("steps",))
 
 

@@ -15,7 +15,7 @@ from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.planning.answer import Answer, answer_of, render
+from torch_tiers.planning.answer import Answer, answer_of, in_short, render
 from torch_tiers.planning.why import why
 
 MODEL = gpt(blocks=6)
@@ -68,7 +68,51 @@ def test_of_a_budget_that_is_a_share_it_tells_from_when_on_it_held() -> None:
 def test_where_too_much_was_predicted_the_ideal_is_too_much_as_well() -> None:
     given = answered(RESULT.seconds / 2)
     assert given.times_as_long == pytest.approx(RESULT.seconds / RESULT.ideal)
-    assert "iterations took 0.50 times what was predicted" in text(given)
+    assert "is predicted to take" in text(given)
+
+
+def under_plan(low: float, high: float) -> Answer:
+    """Nine of ten iterations take so many times what is predicted, the median one as long."""
+    seconds = RESULT.seconds
+    return replace(answered(seconds), most=(low * seconds, high * seconds))
+
+
+def test_it_tells_within_what_bound_of_the_prediction_iterations_were() -> None:
+    assert under_plan(0.97, 1.051).error == pytest.approx(0.051)
+    for of in (text(under_plan(0.97, 1.051)), in_short(under_plan(0.97, 1.051))):
+        assert "nine of ten iterations were within 6% of what was predicted" in of
+    assert "within 1% of" in text(under_plan(1.0, 1.0)), "nothing is exact"
+
+
+def test_an_error_that_is_no_bound_is_told_with_its_direction() -> None:
+    for of in (text(under_plan(0.5, 0.9)), in_short(under_plan(0.5, 0.9))):
+        assert "nine of ten iterations took 0.50 to 0.90 times what was predicted" in of
+
+
+def test_what_was_measured_is_said_to_be_and_of_too_few_steps_no_bound_is_told() -> None:
+    given = answered(RESULT.seconds)
+    assert f"{RESULT.seconds * 1e3:.1f} ms as measured" in text(given) and given.error is None
+    assert "too few" in text(given) and "nine of ten" not in in_short(given)
+    assert "none was measured" in text(answered(None))
+
+
+def test_the_bound_is_of_an_iteration_where_a_step_has_several() -> None:
+    settled = {"median": 4 * RESULT.seconds, "low": 3.6 * RESULT.seconds, "high": 4 * RESULT.seconds, "steps": 10}
+    stats: dict[str, Any] = {**STATS, "iterations": 40, "step_s": {**STATS["step_s"], "settled": settled}}
+    given = answer_of(MODEL, PCIE_GEN5, stats, why(MODEL, PLAN, PCIE_GEN5, stats))
+    assert given.off == (pytest.approx(0.9), pytest.approx(1.0))
+    few = {**stats, "step_s": {**STATS["step_s"], "settled": {**settled, "steps": 4}}}
+    assert answer_of(MODEL, PCIE_GEN5, few, why(MODEL, PLAN, PCIE_GEN5, few)).off is None
+
+
+def test_without_a_gpu_it_says_that_the_plain_program_is_faster() -> None:
+    assert "plain program" in text(replace(answered(1.0), without_gpu=True))
+    assert "plain program" not in text(answered(1.0))
+
+
+def test_the_answer_has_few_lines() -> None:
+    given = replace(under_plan(0.5, 3.0), without_gpu=True, demoted=GiB, share="60%")
+    assert len([*render(given)]) <= 5
 
 
 def test_nothing_is_told_of_time_where_iterations_differ() -> None:

@@ -12,6 +12,7 @@ from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.in_force import PlansInForce
 from torch_tiers.migrator.controller.planned import plan_all
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.timing import at_pace
 from torch_tiers.migrator.model.trace import Site
 from torch_tiers.migrator.policies import POLICIES
 
@@ -74,6 +75,17 @@ def test_the_first_recorded_iteration_alone_verifies_what_was_found() -> None:
     assert run.verify(plans, MODEL, TARGET) == Verification()
     run.begun(plans.plans, MODEL)
     assert run.verify(plans, MODEL, 2 * TARGET) == Verification(differs=True)
+
+
+def test_an_iteration_that_is_much_quicker_than_what_was_found_has_all_learned_anew() -> None:
+    """A host that was busy in the earlier run; one that is busy now tells nothing."""
+    run, (plans, _) = CachedRun(Single(), TARGET), in_force()
+    for pace, differs in (0.3, True), (0.9, False), (3.0, False):
+        run.begun(plans.plans, MODEL)
+        assert run.verify(plans, at_pace(MODEL, pace), TARGET).differs == differs
+    run.begun(plans.plans, MODEL)
+    shorter = replace(MODEL, sites=MODEL.sites[:-1])
+    assert not run.verify(plans, at_pace(shorter, 0.3), TARGET).differs, "it is another iteration"
 
 
 def test_an_iteration_of_another_kind_says_nothing_of_the_plans_but_that_trials_were_run() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.scenarios import moving, perceptron, train
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.offload.direct import DirectWay
@@ -216,3 +217,16 @@ def test_an_end_that_is_interrupted_goes_on_with_the_others() -> None:
         every.close()
     assert closed == ["backing"]
     assert not out._thread.is_alive() and not back._thread.is_alive()
+
+
+def test_several_iterations_are_recorded_before_the_first_plan_with_and_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one alone, the first that is warm, times were up to twice as long as later ones took."""
+    monkeypatch.setattr(devices, "RECORDINGS", 3)
+    model = perceptron(torch.device("cpu"))
+    with moving() as session:
+        train(model, torch.device("cpu"), steps=3)
+        assert session.runtime.learned is None
+        train(model, torch.device("cpu"), steps=6)
+        assert session.runtime.learned is not None

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from itertools import accumulate
+
+import pytest
+
 from torch_tiers.migrator.runtime import steps
 from torch_tiers.migrator.runtime.steps import StepTimes
 
-NONE = {"median": None, "steps": 0}
+NONE = {"median": None, "low": None, "high": None, "steps": 0}
 
 
 def timed(*took: float) -> StepTimes:
@@ -51,11 +55,21 @@ def test_steps_are_settled_that_begin_under_the_last_plan() -> None:
         settled.append(times.summary()["settled"])
     times.step(now)
     assert settled == [NONE] * 3 + [
-        {"median": 7.0, "steps": 1},
-        {"median": 4.0, "steps": 2},
-        {"median": 3.0, "steps": 3},
+        {"median": 7.0, "low": 7.0, "high": 7.0, "steps": 1},
+        {"median": 4.0, "low": 1.0, "high": 7.0, "steps": 2},
+        {"median": 3.0, "low": 1.0, "high": 7.0, "steps": 3},
     ]
-    assert times.summary()["settled"] == {"median": 2.5, "steps": 4}
+    assert times.summary()["settled"] == {"median": 2.5, "low": 1.0, "high": 7.0, "steps": 4}
+
+
+@pytest.mark.parametrize(("usual", "low", "high"), [(3, 0.5, 9.0), (18, 1.0, 1.0), (38, 1.0, 1.0)])
+def test_nine_of_ten_settled_steps_lie_between_low_and_high(usual: int, low: float, high: float) -> None:
+    times = StepTimes()
+    times.planned()
+    for now in accumulate([9.0, *[1.0] * usual, 0.5], initial=0.0):
+        times.step(now)
+    settled = times.summary()["settled"]
+    assert (settled["low"], settled["high"], settled["steps"]) == (low, high, usual + 2)
 
 
 def test_no_more_settled_steps_are_told_than_are_remembered() -> None:
@@ -63,4 +77,5 @@ def test_no_more_settled_steps_are_told_than_are_remembered() -> None:
     times.planned()
     for now in range(steps.REMEMBERED + 10):
         times.step(float(now))
-    assert times.summary()["settled"] == {"median": 1.0, "steps": steps.REMEMBERED}
+    every = dict.fromkeys(("median", "low", "high"), 1.0)
+    assert times.summary()["settled"] == every | {"steps": steps.REMEMBERED}

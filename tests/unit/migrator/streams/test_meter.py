@@ -48,6 +48,22 @@ def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
     assert measures.others == (0, 0, 7)
 
 
+def test_on_a_cpu_the_program_s_clock_stands_still_from_the_begin_of_a_hook_to_its_end() -> None:
+    meter = HostCompute(Counters()).meter()
+    begun = time.perf_counter()
+    meter.arrive()  # a hook for a tensor that is saved
+    time.sleep(0.05)
+    meter.tick(0)
+    time.sleep(0.05)
+    meter.resume()
+    meter.arrive(outside=True)  # one around a module
+    time.sleep(0.05)
+    meter.depart()
+    measures = meter.finish(0, [0, 0])
+    assert measures.seconds <= time.perf_counter() - begun - 0.15
+    assert measures.times[0] <= measures.seconds
+
+
 class FakeCompute:
     """A device that is always through with everything, and whose memory a test sets."""
 
