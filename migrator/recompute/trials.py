@@ -84,6 +84,7 @@ class Trials:
         self._verified = verified
         self._refused = refused
         self._seen: set[int] = set()
+        self._left_out: set[int] = set()
         self._held: dict[int, tuple[Recipe, Verified]] = {}
         self._calls: dict[int, object] = {}  # of each storage the operator that returned it, and what that is made from
         self._tried: list[_Tried] = []
@@ -94,6 +95,11 @@ class Trials:
             return False
         self._seen.add(ident)
         return True
+
+    def leave_out(self, ident: int) -> None:
+        """Have storage `ident` recomputed at no site."""
+        self._seen.add(ident)
+        self._left_out.add(ident)
 
     def knows(
         self, ident: int, key: str, base: Tensor, what: Replay, index: int, inputs: tuple[int, ...], chosen: object
@@ -159,6 +165,7 @@ class Trials:
         return {
             ident: (replace(recipe, call=first[self._calls[ident]]), verified)
             for ident, (recipe, verified) in self._held.items()
+            if ident not in self._left_out
         }
 
 

@@ -21,11 +21,14 @@ class Known(Protocol):
         Identity of the storage, valid as long as this object lives: it holds a weak reference to the storage.
     saved : Saved or None
         Its place in a group, if it moves.
+    operation : int
+        The operation that saved what the bytes were taken for, if others may not share them; see `saved.parts`.
     made : weak reference or None
         Its recomputation, if it is dropped.
     """
 
     saved: Saved | None
+    operation: int
     made: weakref.ref[Any] | None
 
     @property

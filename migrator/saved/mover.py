@@ -16,7 +16,7 @@ from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.filling import Filling
-from torch_tiers.migrator.offload.group import Saved, State
+from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.recompute.verified import Verified, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.saved.actions import Action, Find, Go, Moved, Recompute
@@ -24,6 +24,7 @@ from torch_tiers.migrator.saved.device_plans import DevicePlans
 from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
 from torch_tiers.migrator.saved.learning_room import LearningRoom
 from torch_tiers.migrator.saved.packed import Look
+from torch_tiers.migrator.saved.parts import ANY, is_another_stream_s, is_part, may_have_changed, taken_by
 from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.streams import Stream
@@ -138,7 +139,12 @@ class Mover:
             stream = engine.compute.stream()
             filling = None if go is None else self.filling.planned(go.group, stream)
             saved, fresh = known.saved, 0
-            if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
+            if (
+                saved is None
+                or saved.group.state is State.GONE
+                or is_another_stream_s(saved, tensor, stream)
+                or (known.operation != ANY and may_have_changed(known, saved))
+            ):
                 for waiting in tuple(self._held_back):
                     self._offload_unforeseen(waiting)
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached) new
@@ -147,6 +153,7 @@ class Mover:
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
                 fresh = saved.nbytes
+                known.operation = taken_by(tensor, fresh)
                 if not tensor.requires_grad:  # and so has no `grad_fn`, to ask for which makes an object
                     self.filling.may_be_unfilled(group)
             if filling is None and recorder is None:
@@ -156,7 +163,7 @@ class Mover:
             if filling is not None:
                 self.filling.came(filling, fresh)
             if self.filling.loose:
-                if _is_part(tensor, saved):
+                if is_part(tensor, saved):
                     # Others may come right after, which share what has not left: it goes once another storage comes.
                     self._held_back.add(stream)
                 else:
@@ -329,13 +336,3 @@ class Mover:
     def actions(self) -> Iterator[tuple[str, Action]]:
         """Yield the action of every site that the plans know."""
         return self.plans.actions(self, self.verified)
-
-
-def _is_part(tensor: Tensor, saved: Saved) -> bool:
-    """Return whether tensors saved right after this one may share its bytes; see `is_beside` of `native/storages.h`."""
-    return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
-
-
-def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
-    """Return whether the tensor was written by another stream than the one that its group waits for."""
-    return saved.group.stream != stream and tensor._base is None

@@ -11,6 +11,7 @@ from torch_tiers.migrator.recording.record import Recording
 from torch_tiers.migrator.saved.dropped import Dropped
 from torch_tiers.migrator.saved.movable import Movable
 from torch_tiers.migrator.saved.packed import Packed
+from torch_tiers.migrator.saved.parts import is_of_a_buffer
 
 
 class Observer:
@@ -38,6 +39,8 @@ class Observer:
         if record is None or record.known is None:
             return
         trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
+        if trials is not None and is_of_a_buffer(tensor, base.nbytes):
+            trials.leave_out(ident)  # no counter tells whether it has been written since other parts of it were saved
         if trials is None or not trials.is_new(ident, key) or not self._movable.may_move(base):
             return
         dropped = packed.made if isinstance(packed, Dropped) else None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -101,6 +102,7 @@ def check(recorder: Records) -> None:
 
 def _as_ever(stack: ExitStack) -> None:
     """Whatever the program has set, or is in the middle of."""
+    stack.enter_context(temporarily_clear_interpreter_stack())  # `vmap` or `jvp` may be what calls a model first
     stack.enter_context(torch.inference_mode(mode=False))
     stack.enter_context(torch.enable_grad())
     stack.enter_context(torch.autocast("cpu", enabled=False))

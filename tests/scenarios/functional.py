@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
-from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+from tests.scenarios import REMADE, assert_same, batch, gradients, main, moving, perceptron, recomputed, train
 
 M_PERTURB = -6  # of glibc's mallopt
 
@@ -164,6 +164,16 @@ def forward_mode_in_training(device: torch.device) -> None:
         assert_same(program, device, room=0)
     finally:
         libc.mallopt(M_PERTURB, 0)
+
+
+def a_transform_may_be_what_calls_a_model_first(device: torch.device) -> None:
+    """What a transform has begun is nothing that the recorder's check of itself is part of."""
+    for transform in (lambda f, x: jvp(f, (x,), (x,)), lambda f, x: vmap(f)(x), lambda f, x: vmap(jacfwd(f))(x[:8])):
+        model = perceptron(device)
+        with moving(**REMADE) as session:
+            transform(model, batch(device, 0))
+            train(model, device)
+            assert recomputed(session)
 
 
 if __name__ == "__main__":

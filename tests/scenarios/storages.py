@@ -273,5 +273,40 @@ def parts_with_counters_of_their_own_are_not_taken_for_the_whole(device: torch.d
         assert_same(partial(program, make), device, moves=False, policy="superneurons", room=MiB)
 
 
+class _Fill(torch.autograd.Function):
+    """Writes a column past the version counter, as torchdiffeq does: no column that was saved changes by that."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Tensor, value: Tensor, column: int) -> Tensor:  # type: ignore[override]
+        ctx.column = column
+        scratch.data[..., column] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return grad, grad[..., ctx.column], None
+
+
+def a_buffer_may_be_filled_by_data_between_saves_of_its_columns(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device, depth=2)
+        weights = torch.linspace(0.1, 0.4, 4).to(device).requires_grad_()
+        results = []
+        for i in range(6):
+            model.zero_grad()
+            y = model(batch(device, i))
+            scratch = _Fill.apply(torch.zeros(*y.shape, 4, device=device), y, 0)
+            for k in range(1, 4):
+                y = y + model((scratch[..., :k] * weights[:k]).sum(-1))
+                scratch = _Fill.apply(scratch, y, k)
+            loss = (scratch * weights).sum(-1).square().mean()
+            loss.backward()
+            results += [loss.detach(), *gradients(model)]
+        return [*results, weights.grad]
+
+    for arguments in ({"room": 0}, {"share": 1 / 2}, {"recompute": True}, REMADE):
+        assert_same(program, device, moves=arguments is not REMADE, **arguments)
+
+
 if __name__ == "__main__":
     main("storages")

@@ -41,6 +41,7 @@ struct Known {
   PyObject *made;   // how it is made again, if it is dropped: a weak reference of Python's
   Known *before;    // the one of the same storage that was found before it
   int64_t ident, low, high, version;
+  int64_t operation;  // which saved the part of a buffer that it was taken for; see `saved/parts.py`
   struct Own {
     // Weak: they keep addresses from being used again, not memory.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
@@ -70,6 +71,7 @@ PyMemberDef known_members[] = {
     {"ident", T_LONGLONG, offsetof(Known, ident), READONLY, nullptr},
     {"low", T_LONGLONG, offsetof(Known, low), READONLY, nullptr},
     {"high", T_LONGLONG, offsetof(Known, high), READONLY, nullptr},
+    {"operation", T_LONGLONG, offsetof(Known, operation), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -221,6 +223,7 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   known->low = low;
   known->high = high;
   known->version = version;
+  known->operation = -1;
   known->own.storage = storage.getWeakStorageImpl();
   known->own.base = WeakTensor(base.getIntrusivePtr());
   // With the reference that the map had.
