@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -23,10 +24,15 @@ class Optimizers:
     ----------
     period_due : bool
         Whether the leader has stepped since a period began. Before the first step, too, one begins.
+    counts : bool
+        Whether the last one made a step of its own: none is what one made within backward that does not lead, as there
+        may be one for each parameter, or one that had another make it, as a container does.
     """
 
     def __init__(self) -> None:
         self.period_due = True
+        self.counts = True
+        self._here = threading.local()  # whether no step has ended since the last one began
         self._state = WeakIdKeyDictionary()  # bytes, by optimizer, which may compare as it likes
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._followed = 0  # steps of others since the leader's last
@@ -48,6 +54,10 @@ class Optimizers:
         """Count gradients and state of an optimizer, perhaps anew."""
         self._state[optimizer] = weights.bytes_on(_HOST, weights.of_optimizer(optimizer))
 
+    def stepping(self) -> None:
+        """An optimizer begins a step, perhaps within another's."""
+        self._here.alone = True
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer has made a step; whether it leads."""
         leader = self._leader and self._leader()
@@ -56,4 +66,6 @@ class Optimizers:
             leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
         leads = leader is optimizer
         self.period_due |= leads
+        alone, self._here.alone = getattr(self._here, "alone", True), False
+        self.counts = leads or (alone and torch._C._current_graph_task_id() == -1)
         return leads

@@ -62,8 +62,8 @@ class Progress:
                 device = str(mover.engine.compute.device)
                 self.tell_timeline(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
 
-    def count_step(self, *, leads: bool) -> None:
-        """Count a step of an optimizer, which may be the one that leads."""
+    def count_step(self, *, leads: bool, counts: bool) -> None:
+        """Count a step of an optimizer, which may be the one that leads, if it is one of its own."""
         self._rounds += leads
         if leads and self._rounds == UNHEARD and not self._counters.iterations and self._devices.opened:
             log.warning(
@@ -71,6 +71,8 @@ class Progress:
                 "a new thread each time, or all under checkpoints of the program's own",
                 UNHEARD,
             )
+        if not counts:
+            return
         self._times.step(now := time.perf_counter())
         self._counters.steps, self._counters.step_s = self._times.count, self._times.lately()
         if self._counters.timeline is not None:

@@ -63,9 +63,8 @@ class Runtime:
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of these three
         self._savers = Savers()
-        self.models = Models(options.hbm)
-        given = self.models, self._devices, self._counters
-        self._streaming = Streaming(lambda: self.options, *given, self._savers.others)
+        models = self.models = Models(options.hbm)
+        self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         self._optimizers = Optimizers()
         self._allowance = Allowance()
@@ -290,6 +289,7 @@ class Runtime:
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer begins a step."""
         self._streaming.stepping()
+        self._optimizers.stepping()
         self._time.timed(self._set_state, optimizer, True)
 
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
@@ -303,7 +303,7 @@ class Runtime:
         leads = self._optimizers.stepped(optimizer)
         if leads:
             self._streaming.stepped()
-        self._progress.count_step(leads=leads)
+        self._progress.count_step(leads=leads, counts=self._optimizers.counts)
         # Later only of new ones: there may be one for each parameter.
         if self._progress.steps <= FIRST_STEPS or optimizer not in self._optimizers:
             self._optimizers.count(optimizer)

@@ -40,6 +40,7 @@ def begin() -> None:
 
         functorch.activation_memory_budget = float(around.partition(":")[2])
     watch = Watch(Path(os.environ[WATCH]))
+    optimizers.register_optimizer_step_pre_hook(watch.stepping)
     optimizers.register_optimizer_step_post_hook(watch.step)
     atexit.register(watch.write)
 
@@ -48,15 +49,25 @@ class Watch:
     """Notes when the optimizer's steps end; on a GPU by events, so that the program need not wait for the device."""
 
     def __init__(self, directory: Path) -> None:
+        from torch_tiers.migrator.program.optimizers import Optimizers  # it needs torch
+
         self._directory = directory
+        self._optimizers = Optimizers()
         self._process = os.getpid()
         self._count = 0
         self._marks: deque[tuple[float, Any]] = deque(maxlen=KEPT)
 
-    def step(self, *_: object) -> None:
+    def stepping(self, *_: object) -> None:
+        """A step begins."""
+        self._optimizers.stepping()
+
+    def step(self, optimizer: Any, *_: object) -> None:
         """A step has ended."""
         import torch
 
+        self._optimizers.stepped(optimizer)
+        if not self._optimizers.counts:
+            return
         event = None
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)

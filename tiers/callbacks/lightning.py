@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch_tiers.callbacks.numbers import numbers
 
 
-class TiersCallback(Callback):  # type: ignore[misc]  # the package may be absent
+class TiersCallback(Callback):  # type: ignore[misc, unused-ignore]  # the package may be absent
     """Log what tiers does to the module's loggers, every ``log_every_n_steps``.
 
     Examples

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from torch_tiers.callbacks.numbers import numbers
 
 
-class TiersCallback(TrainerCallback):  # type: ignore[misc]  # the package may be absent
+class TiersCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # the package may be absent
     """Log what tiers does, whenever the trainer logs.
 
     Parameters

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torch_tiers as tiers
 from tests.unit.migrator.runtime.test_rest import Pages
 from torch_tiers import paging
+from torch_tiers.bench.watch import Watch
 from torch_tiers.migrator.program import optimizers
 from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.streams.host import HostCompute
@@ -74,6 +78,40 @@ def test_of_many_optimizers_only_the_first_few_are_taken_to_end_a_period() -> No
     known.period_due = False
     known.stepped(all_of_them[1])
     assert not known.ending, "another period has begun"
+
+
+class Container(torch.optim.Optimizer):
+    """Makes the steps of others, as that of torchtitan does, and is an optimizer itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("kind", ["one", "container", "one for each parameter, within backward"])
+def test_a_step_is_counted_once_whatever_number_of_optimizers_makes_it(kind: str, tmp_path: Path) -> None:
+    """By the runtime, and by `tiers bench`, which watches the plain program, too."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    one = Container(model) if kind == "container" else torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind.endswith("backward"):
+        for parameter in each:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())
+    watch = Watch(tmp_path)
+    hooks = [register_optimizer_step_pre_hook(watch.stepping), register_optimizer_step_post_hook(watch.step)]
+    with tiers.session(dram="64MiB", hbm="1GiB") as session:
+        for _ in range(4):
+            model(torch.randn(256, 64)).square().mean().backward()
+            if not kind.endswith("backward"):
+                one.step()
+    for hook in hooks:
+        hook.remove()
+    watch.write()
+    (written,) = tmp_path.iterdir()
+    assert session.stats()["steps"] == json.loads(written.read_text())["steps"] == 4
 
 
 def test_what_a_second_optimizer_takes_is_the_periods_and_what_an_evaluation_takes_is_not(

@@ -1,0 +1,55 @@
+"""A Llama of `transformers` with random weights, texts of random words, and what a program prints of its training."""
+
+# mypy: no-warn-return-any
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS = 16
+WORDS = 512
+LENGTH = 128
+
+
+def llama(width: int = 128, layers: int = 4) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def texts(count: int) -> Tensor:
+    """Rows of words by their numbers, of which some stand in each row more often."""
+    return torch.randint(3, WORDS // 4, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def examples(count: int) -> list[dict[str, Tensor]]:
+    return [{"input_ids": row, "labels": row} for row in texts(count)]
+
+
+def tell(losses: Iterable[Tensor | float], weights: Mapping[str, object]) -> None:
+    """Print each loss as it is, bit for bit, and a hash of the weights."""
+    for loss in losses:
+        print(f"loss {float(loss).hex()}")
+    digest = hashlib.sha256()
+    for _, weight in sorted(weights.items()):
+        if isinstance(weight, Tensor):
+            digest.update(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    print(f"weights {digest.hexdigest()}", flush=True)
