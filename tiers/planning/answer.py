@@ -166,11 +166,11 @@ def _time(answer: Answer) -> Iterator[str]:
     else:
         yield f"an iteration takes {times:.2f} times as long as is predicted with all of that memory"
     if measured is None:
-        yield f"it is predicted to take {_ms(predicted)}; how good that is cannot be told, as none was measured"
+        yield f"{_ms(predicted)} are predicted; how good that is cannot be told, as no iteration was measured"
     else:
-        yield f"it took {_ms(measured)} as measured, and {_ms(predicted)} as predicted; {_told(answer)}"
+        yield f"an iteration took {_ms(measured)} as measured, and {_ms(predicted)} as predicted; {_told(answer)}"
     if answer.without_gpu:
-        yield f"both are with torch-tiers: without a GPU its steps take {WITHOUT_GPU} as long as the plain program's"
+        yield f"besides, without a GPU torch-tiers takes {WITHOUT_GPU} as long as the plain program, at any budget"
 
 
 def _told(answer: Answer) -> str:

@@ -184,7 +184,7 @@ def _hints(
     if measured is not None and measured > LATE * predicted:
         yield (
             f"an iteration takes {measured / predicted:.2f} times what was predicted: too few steps to settle, "
-            "a host that is slower than the device, or others on the memory bus (tiers top)"
+            "a host that is slower than the device, or others on its cores or the memory bus (tiers top)"
         )
     elif measured is not None and measured * LATE < predicted:
         yield (

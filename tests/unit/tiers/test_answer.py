@@ -93,7 +93,7 @@ def test_what_was_measured_is_said_to_be_and_of_too_few_steps_no_bound_is_told()
     given = answered(RESULT.seconds)
     assert f"{RESULT.seconds * 1e3:.1f} ms as measured" in text(given) and given.error is None
     assert "too few" in text(given) and "nine of ten" not in in_short(given)
-    assert "none was measured" in text(answered(None))
+    assert "no iteration was measured" in text(answered(None))
 
 
 def test_the_bound_is_of_an_iteration_where_a_step_has_several() -> None:
