@@ -74,7 +74,7 @@ struct Call {
   uint32_t inputs = 0, outputs = 0;  // where its uses begin
   uint32_t thread = 0;
   int64_t stream = 0;
-  bool waits = false, raised = false;
+  bool waits = false;
   bool grad = false;      // whether gradients were on: some kernels look
   uint8_t threads = 1;    // that the host computes with
   uint32_t settings = 0;  // of PyTorch

@@ -319,9 +319,8 @@ class Recorder {
   void note_outputs(Scratch &scratch, const torch::jit::Stack &stack, const Open &open, bool raised) {
     const Effects &effects = *open.effects;
     Call &call = record_->calls[open.call];
-    call.raised = raised;
     call.outputs = uint32_t(record_->uses.size());
-    if (effects.writes) states_.note_writes(scratch, call, open.call);
+    if (effects.writes) states_.note_writes(scratch, call, open.call, raised);
     if (!raised) {
       const c10::IValue *results = stack.data() + (stack.size() - effects.returns);
       for (size_t index = 0; index < effects.returns; ++index) write_output(scratch, call, results[index], open);

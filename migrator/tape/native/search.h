@@ -84,7 +84,7 @@ class Search {
   void visit(uint32_t number) {
     const Call &call = record_.calls[number];
     const Recipe &recipe = recipe_of(*call.step);
-    if (!recipe.can_run || call.raised || call.waits) throw Refused();
+    if (!recipe.can_run || call.waits) throw Refused();
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
       if (!of.stored || of.access >= Access::kCovers) continue;

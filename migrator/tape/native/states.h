@@ -51,14 +51,14 @@ class States {
   }
 
   // A call has ended: what it was given to write it has written, or some of it, if it raised.
-  void note_writes(Scratch &scratch, const Call &call, uint32_t number) {
+  void note_writes(Scratch &scratch, const Call &call, uint32_t number, bool raised) {
     const Effects &effects = *call.step->effects;
     for (size_t index = 0; index < scratch.places.size(); ++index) {
       const Use &use = record_->uses[call.inputs + index];
       if (!effects.is_written(call.step->arguments.data(), scratch.places[index].first) || use.storage == kNoStorage)
         continue;
       Stored &stored = record_->storages[use.storage];
-      stored.state = call.raised ? --record_->foreign : int32_t(number);
+      stored.state = raised ? --record_->foreign : int32_t(number);
       if (const auto alive = stored.storage.lock()) stored.nbytes = alive->nbytes();
     }
     for (auto &[version, storage] : scratch.written) {

@@ -60,7 +60,6 @@ def test_gradients_of_what_is_made_again_are_the_same(
     # Some backwards on a GPU do not give the same twice.
     assert all(torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in zip(found, expected, strict=True))
     assert dropping.untrue == [] and len(dropping.made) >= 3 and dropping.runs >= 3
-    assert notes or dropping.refused <= (convolutions is make)  # room that cuDNN works in
 
 
 @pytest.fixture
