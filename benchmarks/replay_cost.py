@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.tape_cost import Operate, begin, seconds
 from benchmarks.zoo import llama, t5
-from torch_tiers.migrator.tape.closure import Refused
 from torch_tiers.migrator.tape.recorder import Recorder
 
 
@@ -32,18 +31,19 @@ def blocks(device: str) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
 
 def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], count: int, rounds: int) -> list[float]:
     """Microseconds of a replay, of the module again and of dispatch, and how many operators a replay runs."""
-    recorder.begin(states=True)
+    recorder.begin()
+    packs = recorder.packs()
     out = module(*given)
-    closure = recorder.closure([out])
-    recorder.end()
-    if isinstance(closure, Refused):
-        raise SystemExit(closure.reason)
+    closure = packs.find(out, recorder.settings(), lambda storage: True)
+    recorder.stop()
+    if closure is None:
+        raise SystemExit("there is no replay of what the block returns")
     with torch.no_grad():
         operators = make_fx(module)(*given)
         traced = torch.jit.trace(operators, given, check_trace=False)  # type: ignore[no-untyped-call]
     best = [float("inf")] * 3
     ways: tuple[tuple[Operate, bool], ...] = (
-        (closure.run, False),
+        (lambda: closure.make(()), False),
         (lambda: module(*given), True),
         (lambda: traced(*given), False),
     )
@@ -54,7 +54,7 @@ def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], co
             # TorchScript would fuse operators.
             with torch.set_grad_enabled(builds_graph), torch.jit.optimized_execution(False):
                 best[way] = min(best[way], seconds(run, count) * 1e6)
-    return [*best, closure.operators]
+    return [*best, len(closure.names)]
 
 
 def main() -> None:

@@ -63,9 +63,9 @@ def paused(recorder: Recorder, operate: Operate, count: int) -> float:
 
 
 def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> dict[str, float]:
-    """Microseconds an operator, by way; and how many operators and bytes."""
+    """Microseconds an operator, by way; and how many operators."""
     best: dict[str, float] = {}
-    operators, nbytes = 1, 0
+    operators = 1
 
     def note(way: str, value: float) -> None:
         best[way] = min(best.get(way, value), value)
@@ -77,16 +77,16 @@ def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> di
             if way == "new":  # what it compares with is another record
                 recorder.begin()
                 torch.ones(2).sin()
-                recorder.end()
+                recorder.stop()
             recorder.begin()
             note("paused", paused(recorder, operate, max(1, count // 4)))
             note(way, seconds(operate, count))
-            tape = recorder.end()
-            assert tape is not None and tape.broken is None
-            operators, nbytes = len(tape.operators), tape.nbytes
+            recorded = recorder.listed()
+            recorder.stop()
+            assert recorded is not None
+            operators = len(recorded)
     each = operators / count
-    result = {way: value / each * 1e6 for way, value in best.items()}
-    return result | {"operators": each, "bytes": nbytes / operators}
+    return {way: value / each * 1e6 for way, value in best.items()} | {"operators": each}
 
 
 def begin(about: str | None, count: int) -> tuple[Recorder, argparse.Namespace]:
@@ -107,7 +107,7 @@ def main() -> None:
     """Print a table."""
     recorder, options = begin(__doc__, count=1000)
     print(f"torch {torch.__version__}; us an operator, the least of {options.rounds} rounds")
-    header = f"{'':16}{'plain':>8}{'paused':>8}{'new':>8}{'known':>8}{'more':>8}{'bytes':>8}{'operators':>11}"
+    header = f"{'':16}{'plain':>8}{'paused':>8}{'new':>8}{'known':>8}{'more':>8}{'operators':>11}"
     print(header)
     rows: dict[str, Callable[[], dict[str, float]]] = {
         name: partial(measure, recorder, operate, options.count, options.rounds)
@@ -118,7 +118,7 @@ def main() -> None:
         found = run()
         more = found["known"] - found["plain"]
         ways = "".join(f"{found[way]:8.2f}" for way in ("plain", "paused", "new", "known"))
-        print(f"{name:16}{ways}{more:8.2f}{found['bytes']:8.0f}{found['operators']:11.0f}")
+        print(f"{name:16}{ways}{more:8.2f}{found['operators']:11.0f}")
 
 
 if __name__ == "__main__":

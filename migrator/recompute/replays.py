@@ -200,7 +200,7 @@ class Replays:
             if self._records_now:  # an interrupt came between the next lines: nobody could record after that
                 self._recorder.stop()
             self._records_now = True  # before the record begins, so that an interrupt right after that is noticed
-            self._records_now = self._recorder.begin(states=True)
+            self._records_now = self._recorder.begin()
             if self._records_now:
                 self._packs = self._recorder.packs()
         self._gathering = gathering

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.tape.tape import Tape
 
 Call = tuple[str, list[tuple[int, ...]]]
 
@@ -31,7 +30,8 @@ class Records(Protocol):
     @property
     def is_recording(self) -> bool: ...  # noqa: D102
     def begin(self) -> bool: ...  # noqa: D102
-    def end(self) -> Tape | None: ...  # noqa: D102
+    def listed(self) -> list[Call] | None: ...  # noqa: D102
+    def stop(self) -> None: ...  # noqa: D102
 
 
 class Untrue(TiersError):
@@ -59,14 +59,6 @@ def comparable(calls: Iterable[Call]) -> list[Call]:
     return [(IN_PLACE_WITHOUT_MODES.get(name, name), shapes) for name, shapes in calls if name != SHOWN_TO_MODES_ALONE]
 
 
-def listed(tape: Tape) -> list[Call]:
-    """A tape's operators, as `Listing` has them."""
-    return [
-        (each.name, [value.form.sizes for value in each.outputs if value.form and value.form.sizes is not None])
-        for each in tape.operators
-    ]
-
-
 def check(recorder: Records) -> None:
     """Compare operators and bits with recording, and without.
 
@@ -87,13 +79,14 @@ def check(recorder: Records) -> None:
             recorder.begin()
             try:
                 found = _program()
+                recorded = recorder.listed()
             finally:
-                tape = recorder.end()
+                recorder.stop()
     except RuntimeError as error:
         raise Untrue(f"operators cannot be recorded: {error}") from error
-    if tape is None or tape.broken is not None:
-        raise Untrue(f"operators cannot be recorded: {tape and tape.broken}")
-    calls, expected_calls = comparable(listed(tape)), comparable(listing.calls)
+    if recorded is None:
+        raise Untrue("operators cannot be recorded")
+    calls, expected_calls = comparable(recorded), comparable(listing.calls)
     if calls != expected_calls:
         raise Untrue(f"operators are not recorded as they run: {_first_difference(calls, expected_calls)}")
     if not all(map(torch.equal, found, expected)):

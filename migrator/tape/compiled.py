@@ -1,4 +1,4 @@
-"""Keeps compiled code off the tape: its kernels fill buffers behind the dispatcher.
+"""Keeps compiled code off the record: its kernels fill buffers behind the dispatcher.
 
 And Dynamo compiles again where the keys of the dispatcher differ from those it compiled under. So the key is excluded
 before it compares them, in whatever it runs, and in what Inductor has made for a backward, which autograd calls.

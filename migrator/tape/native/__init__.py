@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
-import torch
 from torch import Tensor
 
 from torch_tiers.allocator.extensions.extension import CannotBuild
@@ -21,10 +20,7 @@ MODULE = ExtensionModule(
     headers=tuple(sorted(_HERE.glob("*.h"))),
 )
 
-Record: TypeAlias = Any  # a capsule
-Handle: TypeAlias = Any  # one of another kind
-Use: TypeAlias = tuple[int, int, int]
-"""A storage of a tape, the version that a tensor on it had (-1: it has none), and the state it was in."""
+Handle: TypeAlias = Any  # a capsule
 
 
 class Recorder(Protocol):
@@ -33,10 +29,10 @@ class Recorder(Protocol):
     def install(self) -> None:  # noqa: D102
         ...
 
-    def begin(self, with_states: bool, /) -> bool:  # noqa: D102
+    def begin(self) -> bool:  # noqa: D102
         ...
 
-    def end(self) -> Record | None:  # noqa: D102
+    def end(self) -> None:  # noqa: D102
         ...
 
     def pause(self) -> bool:  # noqa: D102
@@ -46,6 +42,9 @@ class Recorder(Protocol):
         ...
 
     def is_recording(self) -> bool:  # noqa: D102
+        ...
+
+    def listed(self) -> list[tuple[str, list[tuple[int, ...]]]] | None:  # noqa: D102
         ...
 
     def clock_begin(self, device: int, stream: int, /) -> int:  # noqa: D102
@@ -79,66 +78,14 @@ class Recorder(Protocol):
     def readers(self, substitutes: Handle, number: int, /) -> int:  # noqa: D102
         ...
 
-    def unseen(self, tensor: Tensor | None, /) -> None:  # noqa: D102
-        ...
-
-    def contents(self, record: Record, /) -> tuple[Any, ...]:  # noqa: D102
-        ...
-
-    def find(self, record: Record, tensor: Tensor, /) -> Use | None:  # noqa: D102
-        ...
-
-    def is_alive(self, record: Record, storage: int, /) -> bool:  # noqa: D102
-        ...
-
-    def sizes(self, record: Record, /) -> tuple[int, int, int, int]:  # noqa: D102
-        ...
-
-    def effects(self, name: str, overload: str, /) -> tuple[list[int], bool, bool, int]:  # noqa: D102
-        ...
-
-    def stops(self) -> Handle:  # noqa: D102
-        ...
-
-    def promise(self, stops: Handle, tensor: Tensor, /) -> Use | None:  # noqa: D102
-        ...
-
-    def closure(  # noqa: D102
-        self,
-        record: Record | None,
-        targets: Sequence[Tensor],
-        stops: Handle | None,
-        relative: Sequence[tuple[int, int]],
-        /,
-    ) -> Handle | str: ...
-
     def settings(self) -> int:  # noqa: D102
-        ...
-
-    def described(self, closure: Handle, /) -> tuple[int, int, bool, torch.device, int, int]:  # noqa: D102
-        ...
-
-    def begins_with(self, closure: Handle, /) -> list[Any]:  # noqa: D102
         ...
 
     def names(self, closure: Handle, /) -> list[str]:  # noqa: D102
         ...
 
-    def numbers(self, closure: Handle, /) -> list[int]:  # noqa: D102
-        ...
-
-    def leaves(self, closure: Handle, /) -> list[Tensor | None]:  # noqa: D102
-        ...
-
     def is_stale(self, closure: Handle, /) -> bool:  # noqa: D102
         ...
-
-    def watch(self, closure: Handle, function: Callable[[int], object] | None, /) -> None:  # noqa: D102
-        ...
-
-    def run(  # noqa: D102
-        self, closure: Handle, leaves: Sequence[Tensor | tuple[Tensor, int] | None] | None, poison: int, /
-    ) -> list[Tensor] | str: ...
 
     def forget(self, packs: Handle, /) -> None:  # noqa: D102
         ...
@@ -160,9 +107,6 @@ class Recorder(Protocol):
         ...
 
     def make(self, closure: Handle, values: Sequence[Tensor], /) -> list[Tensor] | str:  # noqa: D102
-        ...
-
-    def is_same(self, one: Tensor, other: Tensor, /) -> bool:  # noqa: D102
         ...
 
 

@@ -1,9 +1,7 @@
-// A closure: the smallest set of operators of a tape that makes some tensors again, from values that are there. It
-// keeps the tape's steps, and no record.
+// A closure: the smallest set of operators of a record that makes some tensors again, from values that are there. It
+// keeps the record's steps, and not the record.
 #pragma once
 
-#include <mutex>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "keys.h"
@@ -21,17 +19,12 @@ struct Stops {
   std::unordered_set<const c10::StorageImpl *> refilled;
 };
 
-// How many operators before the one that made the newest target, and which of its outputs: this names a stop in the
-// same way in every record.
-using Relative = std::pair<uint32_t, uint32_t>;
-
 struct Leaf {
   Use use;
   uint64_t nbytes;
   c10::Device device;
-  uint64_t alignment = 1;  // that its address had; 1 if that is not known
-  bool refilled = false;   // see `Stops`: nobody watches it
-  std::optional<Relative> relative;
+  uint64_t alignment = 1;                        // that its address had; 1 if that is not known
+  bool refilled = false;                         // see `Stops`: nobody watches it
   std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
   c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is released
   // Where it was, if that has been written since: who promised it has it elsewhere.
@@ -43,12 +36,6 @@ struct Leaf {
 struct Place {
   int32_t input = -1;
   uint64_t first = 0;
-};
-
-// Of leaves that were about to be written.
-struct Copies {
-  std::mutex mutex;
-  std::unordered_map<size_t, c10::Storage> of;
 };
 
 struct Write {
@@ -66,7 +53,7 @@ struct Fresh {
 struct Called {
   StepPointer step;
   const Recipe *recipe;
-  uint32_t number;                   // on its tape
+  uint32_t number;                   // in its record
   uint32_t inputs = 0, outputs = 0;  // where its wires begin
   uint32_t fresh = 0, fresh_count = 0, writes = 0, writes_count = 0, freed = 0, freed_count = 0;
   int32_t drawn = -1;
@@ -87,9 +74,8 @@ struct Closure {
   std::vector<Drawn> drawn;
   std::vector<Leaf> leaves;
   std::vector<int32_t> leaf_slots;
-  std::vector<Place> places;  // of leaves, if it is known what was packed of them
-  std::shared_ptr<Copies> copies;
-  std::shared_ptr<Watch> watch;  // of those leaves that the tape's own storages have
+  std::vector<Place> places;     // of leaves
+  std::shared_ptr<Watch> watch;  // of those leaves that are where they were
   std::vector<Target> targets;
   Words words;
   int32_t slots = 0;
@@ -119,9 +105,5 @@ uint64_t signature_of(const Closure &closure) {
   for (const uint64_t word : closure.words) hash = mix(hash, word);
   return mix(hash, uint64_t(closure.threads) << 32 | closure.settings);
 }
-
-struct Refused {
-  std::string reason;
-};
 
 }  // namespace

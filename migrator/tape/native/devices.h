@@ -116,12 +116,11 @@ class AsTheHostDid {
 struct Drawn {
   uint32_t call = 0;
   int8_t device_type = 0, device_index = -1;
-  bool by_default = false;  // the device's own, not one that was given
   uint64_t seed = 0, offset = 0;
   at::Tensor state;  // of a generator on the host, whose seed and offset do not tell where it is
 };
 
-Drawn state_of(const at::Generator &generator, bool with_state) {
+Drawn state_of(const at::Generator &generator) {
   Drawn drawn;
   const c10::Device device = generator.device();
   drawn.device_type = int8_t(device.type());
@@ -130,7 +129,7 @@ Drawn state_of(const at::Generator &generator, bool with_state) {
   std::lock_guard<std::mutex> lock(own.mutex());
   drawn.seed = own.current_seed();
   if (device.is_cpu()) {
-    if (with_state) drawn.state = own.get_state();
+    drawn.state = own.get_state();
   } else {
     drawn.offset = own.get_offset();
   }

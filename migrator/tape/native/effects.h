@@ -159,7 +159,7 @@ class Table {
   const Effects &of(const c10::OperatorHandle &op) {
     auto &known = known_[&op.operator_name()];
     if (!known || !holds(*known, op)) {
-      if (known) outdated_.push_back(std::move(known));  // a tape may still name it
+      if (known) outdated_.push_back(std::move(known));  // a record or a closure may still name it
       known = std::make_unique<Effects>(effects_of(op));
     }
     return *known;

@@ -36,7 +36,7 @@ void pass(Recorder &to, const c10::OperatorHandle &op, c10::DispatchKeySet below
   }
   const auto note = [&] {
     for (const at::Tensor &each : written)
-      if (each.defined() && storage_of(each)) to.unseen(&each);
+      if (const c10::StorageImpl *storage = each.defined() ? storage_of(each) : nullptr) to.unseen(storage);
   };
   try {
     op.redispatchBoxed(below, stack);

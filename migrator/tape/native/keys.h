@@ -1,4 +1,4 @@
-// Values of a tape, by storage and state.
+// Values of a record, by storage and state.
 #pragma once
 
 #include <cstdint>

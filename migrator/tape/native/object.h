@@ -1,6 +1,7 @@
 // Python's objects here. PyTorch has such helpers, too; its headers for them take twenty seconds to compile.
 #pragma once
 
+#include <torch/csrc/Export.h>
 #include <torch/csrc/python_headers.h>
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -10,6 +11,9 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+// `torch.Tensor`. Its header takes fifteen seconds to compile.
+TORCH_PYTHON_API extern PyObject *THPVariableClass;
 
 namespace {
 
@@ -126,8 +130,7 @@ PyObject *answer(Function &&function) {
 // The tensor in an object of Python's.
 at::Tensor tensor_of(PyObject *object) {
   static PyObject *name = PyUnicode_InternFromString("_cdata");
-  static PyObject *base = PyObject_GetAttrString(checked(PyImport_ImportModule("torch._C")).get(), "TensorBase");
-  TORCH_CHECK(base && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject *>(base)), "a tensor is wanted");
+  TORCH_CHECK(PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject *>(THPVariableClass)), "a tensor is wanted");
   // A subclass of the program's is not asked.
   const auto state = at::impl::PythonTorchFunctionTLS::get_disabled_state();
   at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);

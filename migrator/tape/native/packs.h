@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <mutex>
 #include <unordered_map>
 
 #include "closures.h"
@@ -74,31 +73,13 @@ bool is_part(const at::Tensor &tensor) {
   return !all_of_it && (low >= kSlot || low + spans != all);
 }
 
-// Takes a copy of some leaves before somebody writes them, such as biases, which plain PyTorch needs no more. Where
-// there is no memory for it the program writes all the same, and only who asks for what is made from them is told.
-void rescue(const Closure &closure, std::vector<bool> which) {
-  Watch *watch = closure.watch.get();  // whoever warns holds it
-  watches().on_write(*watch, std::make_shared<const Watch::Warn>([=, copies = closure.copies](size_t leaf) {
-    auto storage = which[leaf] ? watch->all[leaf].storage.lock() : nullptr;
-    if (!storage) return;
-    const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
-    const uint64_t nbytes = storage->nbytes();
-    try {
-      const at::Tensor copy = bytes_of({c10::Storage(std::move(storage)), 0, nbytes}).clone();
-      std::lock_guard lock(copies->mutex);
-      copies->of[leaf] = copy.storage();
-    } catch (const c10::Error &) {
-    }
-  }));
-}
-
 // ------------------------------------------------------------------------------------- functions
 
 // packs(): none yet; of the record under way.
 PyObject *packs(PyObject *, PyObject *) {
   return answer([&] {
     auto made = std::make_unique<Packs>();
-    made->stops = std::move(*recorder().stops());
+    made->stops = recorder().stops();
     Object capsule = checked(PyCapsule_New(
         made.get(), kPacks, [](PyObject *of) { delete static_cast<Packs *>(PyCapsule_GetPointer(of, kPacks)); }));
     (void)made.release();
@@ -166,13 +147,12 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
     const at::Tensor target = tensor_of(args[1]);
     const c10::StorageImpl *storage = storage_of(target);
     if (!storage || target.storage_offset() || target.nbytes() != storage->nbytes()) return none();
-    auto found = recorder().closure({target}, &packs.stops, {});
-    if (std::holds_alternative<Refused>(found)) return none();
-    Object capsule = capsule_of(std::move(std::get<std::unique_ptr<Closure>>(found)));
+    auto found = recorder().closure(target, packs.stops);
+    if (!found) return none();
+    Object capsule = capsule_of(std::move(found));
     Closure &closure = closure_of(capsule.get());
     if (int64_t(closure.settings) != integer_of(args[2])) return none();
     std::vector<Object> inputs, keys;
-    std::vector<bool> rescued(closure.leaves.size());
     closure.places.resize(closure.leaves.size());
     for (size_t index = 0; index < closure.leaves.size(); ++index) {
       Leaf &leaf = closure.leaves[index];
@@ -188,82 +168,22 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
       if (is_own || !packed) {
         if (!is_own && leaf.constant.empty()) return none();
         // Else the graph has it, and changed it is an error there.
-        rescued[index] = is_own && !packed && !leaf.refilled;
+        closure.watch->all[index].is_copied = is_own && !packed && !leaf.refilled;
         continue;
       }
       if (pack->is_view_of_part) {
         if (leaf.not_on._unsafe_get_target()) return none();  // it has been written since
-        rescued[index] = true;
+        closure.watch->all[index].is_copied = true;
       }
       leaf.storage.reset();
       closure.places[index] = {int32_t(inputs.size()), pack->first};
       inputs.push_back(std::move(packed));
       keys.push_back(borrowed(pack->key.get()));
     }
-    if (std::find(rescued.begin(), rescued.end(), true) != rescued.end()) {
-      closure.copies = std::make_shared<Copies>();
-      rescue(closure, std::move(rescued));
-    }
     const uint64_t last = closure.calls.back().number;
     const bool refilled =
         std::any_of(closure.leaves.begin(), closure.leaves.end(), [](const Leaf &each) { return each.refilled; });
     return tuple(number(closure.signature), tuple_of(inputs), tuple_of(keys), number(last), truth(refilled), capsule);
-  });
-}
-
-bool is_same_run(const Closure &one, const Closure &other) {
-  const auto same_call = [](const Called &a, const Called &b) { return a.number == b.number; };
-  const auto same_leaf = [](const Leaf &a, const Leaf &b) {
-    return a.use.storage == b.use.storage && a.use.state == b.use.state;
-  };
-  const auto same_place = [](const Place &a, const Place &b) { return a.input == b.input && a.first == b.first; };
-  const auto equal = [](const auto &a, const auto &b, const auto &same) {
-    return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
-  };
-  return equal(one.calls, other.calls, same_call) && equal(one.leaves, other.leaves, same_leaf) &&
-         equal(one.places, other.places, same_place) && one.wires == other.wires && one.slots == other.slots;
-}
-
-// also(closure, before): have it make what another one makes, too, if that runs the same calls; whether it does now.
-// Its targets are then those of the other, and its own. Nobody has run it yet.
-PyObject *also(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  return answer([&] {
-    TORCH_CHECK(count == 2, "also(closure, before)");
-    Closure &of = closure_of(args[0]);
-    const Closure &before = closure_of(args[1]);
-    if (!is_same_run(of, before)) return truth(false);
-    std::vector<Target> targets;
-    for (const Target &each : before.targets) targets.push_back({each.slot, each.words + uint32_t(of.words.size())});
-    for (const Target &each : of.targets) targets.push_back(each);
-    of.words.insert(of.words.end(), before.words.begin(), before.words.end());
-    of.targets = std::move(targets);
-    for (Called &call : of.calls) {  // what is a target now is not freed
-      const auto first = of.freed.begin() + call.freed, last = first + call.freed_count;
-      call.freed_count =
-          uint32_t(std::remove_if(first, last,
-                                  [&](int32_t slot) {
-                                    return std::any_of(of.targets.begin(), of.targets.end(),
-                                                       [&](const Target &each) { return each.slot == slot; });
-                                  }) -
-                   first);
-    }
-    return truth(true);
-  });
-}
-
-// make(closure, values): its targets, of what its inputs were unpacked to; a text says why they are not what they were.
-PyObject *make_again(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  return answer([&] {
-    TORCH_CHECK(count == 2, "make(closure, values)");
-    const Closure &of = closure_of(args[0]);
-    const Object values = checked(PySequence_Fast(args[1], "tensors are wanted"));
-    return rerun(of, std::nullopt, [&](size_t index) {
-      const auto &[input, first] = of.places.at(index);
-      if (input < 0) return own_buffer_of(of, index);
-      if (auto copy = copy_of(of, index)) return *copy;
-      TORCH_CHECK(input < PySequence_Fast_GET_SIZE(values.get()), "fewer values than it takes");
-      return buffer_of(of.leaves[index], tensor_of(PySequence_Fast_GET_ITEM(values.get(), input)), first);
-    });
   });
 }
 

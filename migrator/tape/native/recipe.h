@@ -1,12 +1,11 @@
 // How a step is called again: what goes where on the operator's stack, which of its values it reads and which it
-// only writes, and what speaks against it. Told from the step once, and kept with it.
+// only writes, and whether it can be. Told from the step once, and kept with it.
 #pragma once
 
 #include <ATen/ops/empty.h>
 #include <c10/core/TensorOptions.h>
 
 #include "forms.h"
-#include "key.h"
 
 namespace {
 
@@ -55,6 +54,11 @@ struct Form {
     std::vector<std::pair<int64_t, int64_t>> all;
     for (size_t dim = 0; dim < dims(); ++dim) all.emplace_back(strides()[dim], sizes()[dim]);
     return ::is_dense(std::move(all), 1);
+  }
+
+  // Whether a tensor can be put on memory again: it is not quantized, has bytes, and does not lie across its elements.
+  bool can_be_made() const {
+    return !c10::isQIntType(type()) && !device().is_meta() && offset() % c10::elementSize(type()) == 0;
   }
 
   bool is_all_of_its_storage() const { return span() == std::pair<uint64_t, uint64_t>(0, nbytes()) && is_dense(); }
@@ -130,38 +134,35 @@ struct Recipe {
   };
 
   std::optional<c10::OperatorHandle> op;
-  std::string refusal;  // why it is never called again; empty if nothing is known
+  bool can_run = true;  // as far as is known
   std::vector<Argument> arguments;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   c10::Device device{c10::DeviceType::CPU};
-  bool makes_empty = false, random = false, writes = false;
+  bool random = false, writes = false;
 
   explicit Recipe(const Step &step) {
     op = c10::Dispatcher::singleton().findSchema(*step.name);
-    refusal = refused(step);
-    if (!refusal.empty()) return;
+    can_run = is_told_by_its_arguments(step);
+    if (!can_run) return;
     const auto &base = op->schema().name();
-    makes_empty = begins_with_one_of(base, kMakesEmpty);
     random = step.effects->random;
     dropout_ = number_of(step, "dropout_p");
     if (dropout_ == 0.0 && base.find("attention") != std::string::npos) random = false;
     read_inputs(step);
-    if (refusal.empty()) read_outputs(step);
+    if (can_run) read_outputs(step);
   }
 
  private:
   std::optional<double> dropout_;
 
-  std::string refused(const Step &step) const {
-    if (!op || !step.effects->is_aten) return "it is none of PyTorch's own operators";
-    if (step.effects->collective) return "other ranks take part in it";
-    if (!step.whole) return "it was given what cannot be kept";
-    if (step.effects->moves_the_tensor) return "it changed where a tensor lies";
-    if (is_among(op->schema().name(), kHidden)) return "what it computes depends on more than its arguments";
-    if (op->schema().name() == "aten::_cudnn_rnn" && number_of(step, "dropout").value_or(0) != 0)
-      return "what it drops depends on more than its arguments";
-    return {};
+  // Whether what it does follows from its arguments, and those were kept.
+  bool is_told_by_its_arguments(const Step &step) const {
+    const auto &effects = *step.effects;
+    if (!op || !effects.is_aten || effects.collective || !step.whole || effects.moves_the_tensor) return false;
+    const std::string &base = op->schema().name();
+    const bool drops_by_itself = base == "aten::_cudnn_rnn" && number_of(step, "dropout").value_or(0) != 0;
+    return !is_among(base, kHidden) && !drops_by_itself;
   }
 
   const c10::IValue *constant(const Step &step, std::string_view name) const {
@@ -194,11 +195,11 @@ struct Recipe {
         argument.kind = Argument::kValue;
         argument.inputs.push_back(read_input(step, uint16_t(index), word));
       } else if (code != kNothing && step.arguments[index].isNone()) {
-        refusal = "it was given what cannot be kept";
+        can_run = false;  // it cannot be kept
       }
       word += 1 + follows(step.words, word);
     }
-    if (refusal.empty() && inputs.size() != step.places.size()) refusal = "its arguments are too deep";
+    can_run = can_run && inputs.size() == step.places.size();  // else its arguments are too deep
   }
 
   // Leaves `word` at the last of its elements.
@@ -208,15 +209,15 @@ struct Recipe {
     for (size_t each = 0; each < count; ++each) {
       word += 1 + follows(step.words, word);
       const auto code = Code(uint8_t(step.words[word]));
-      if (code == kList) refusal = "its arguments are too deep";
-      if (!refusal.empty()) return;
+      if (code == kList) can_run = false;  // too deep
+      if (!can_run) return;
       has_others |= code != kNothing && code < kTensor;
       has_tensors |= code >= kTensor;
       argument.inputs.push_back(code >= kTensor ? read_input(step, index, word) : -1);
     }
     if (!has_tensors && !step.arguments[index].isNone()) return;  // it is there, as it was
     const auto [is_list, of_optional] = kind_of(op->schema().arguments()[index].type());
-    if (has_others || !is_list) refusal = "it was given what cannot be kept";
+    if (has_others || !is_list) can_run = false;  // it cannot be kept
     argument.kind = of_optional ? Argument::kOptionalList : Argument::kList;
   }
 
@@ -238,13 +239,13 @@ struct Recipe {
                 form.code() == kTensor,
                 step.effects->is_written(step.arguments.data(), index),
                 {}};
-    if (form.code() == kOpaque || form.code() == kShapeless) refusal = "it was given a tensor that has no strides";
+    if (form.code() == kOpaque || form.code() == kShapeless) can_run = false;  // it has no strides
     if (form.code() == kNumber) {
       input.number = at::empty({}, c10::TensorOptions(form.type()));
       std::memcpy(input.number.mutable_data_ptr(), form.at + 1, c10::elementSize(form.type()));
       input.number.unsafeGetTensorImpl()->set_wrapped_number(true);
     }
-    if (input.written && !input.stored && form.code() != kUndefined) refusal = "it wrote to a number";
+    if (input.written && !input.stored && form.code() != kUndefined) can_run = false;  // it wrote to a number
     if (input.stored) {
       note(form);
       if (input.written) input.access = access(step, index, form);
@@ -255,10 +256,8 @@ struct Recipe {
   }
 
   void note(const Form &form) {
-    if (c10::isQIntType(form.type())) refusal = "its tensors are quantized";
-    if (form.device().is_meta()) refusal = "its tensors have no bytes";
+    if (!form.can_be_made()) can_run = false;
     if (!form.device().is_cpu() && device.is_cpu()) device = form.device();
-    if (form.offset() % c10::elementSize(form.type())) refusal = "a tensor lies across its elements";
   }
 
   Access access(const Step &step, uint16_t index, const Form &form) const {
@@ -277,6 +276,7 @@ struct Recipe {
 
   void read_outputs(const Step &step) {
     size_t word = step.inputs;
+    const bool makes_empty = begins_with_one_of(op->schema().name(), kMakesEmpty);
     uint32_t unset = 0;
     for (const Partly &each : kPartlyWritten)
       if (op->schema().name() == each.base && (!each.if_no_dropout || dropout_.value_or(0) == 0)) unset |= each.results;
@@ -297,8 +297,8 @@ struct Recipe {
 
   void read_output(const Step &step, size_t word, uint16_t result, int32_t element, bool unset) {
     const Form form{&step.words[word]};
-    if (form.code() < kTensor) return;  // a number that was computed
-    if (form.code() == kOpaque || form.code() == kShapeless) refusal = "it returned a tensor that has no strides";
+    if (form.code() < kTensor) return;                                         // a number that was computed
+    if (form.code() == kOpaque || form.code() == kShapeless) can_run = false;  // it has no strides
     const bool stored = form.code() == kTensor;
     if (stored) note(form);
     outputs.push_back({uint32_t(word), result, element, stored, unset});

@@ -1,4 +1,4 @@
-// What a tape holds. No tensor and no storage of the program's: these are weak.
+// What a record holds. No tensor and no storage of the program's: these are weak.
 //
 // A `Step` is what an operator call has in common with the same call of the next record, or of the next layer: the
 // operator, its scalars, the forms of its tensors. Each is kept once. A `Call` is what differs: when, where, and which
@@ -52,7 +52,6 @@ struct Step {
   const Effects *effects = nullptr;
   Words words;                                       // inputs, then outputs
   size_t inputs = 0;                                 // words of the inputs
-  uint32_t inputs_count = 0;                         // values among the inputs
   std::vector<std::pair<uint16_t, int32_t>> places;  // for each input value its argument, and its place in a list or -1
   std::vector<c10::IValue> arguments;                // what is no tensor; None in the place of those
   bool whole = true;                                 // whether nothing else is missing there
@@ -65,7 +64,6 @@ using StepPointer = std::shared_ptr<const Step>;
 // and then another number whenever it was found to have changed unseen.
 struct Use {
   uint32_t storage;
-  uint32_t version;
   int32_t state;
 };
 
@@ -74,10 +72,9 @@ constexpr uint32_t kNoStorage = UINT32_MAX, kNoVersion = UINT32_MAX;
 struct Call {
   StepPointer step;
   uint32_t inputs = 0, outputs = 0;  // where its uses begin
-  uint32_t outputs_count = 0;
   uint32_t thread = 0;
   int64_t stream = 0;
-  bool waits = false, raised = false;
+  bool waits = false;
   bool grad = false;      // whether gradients were on: some kernels look
   uint8_t threads = 1;    // that the host computes with
   uint32_t settings = 0;  // of PyTorch
@@ -159,8 +156,6 @@ class Storages {
   const std::vector<Stored> &all() const { return all_; }
   std::unordered_map<uint32_t, std::vector<Other>> others;
 
-  size_t nbytes() const { return all_.capacity() * sizeof(Stored) + slots_.capacity() * sizeof(uint32_t); }
-
  private:
   size_t place(const c10::StorageImpl *storage) const {
     return (uintptr_t(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 20 & (slots_.size() - 1);
@@ -193,14 +188,9 @@ struct Record {
   std::vector<Drawn> drawn;
   Storages storages;
   int32_t foreign = 0;  // states that no call of ours made, so far; these count down
-  uint64_t number = 0;  // of its kind, in this process
-  uint32_t thread = 0;  // whose record it is
   // What Python's numbers became, by storage: nobody else keeps it, once a tensor is filled with it.
   std::unordered_map<uint32_t, Constant> constants;
-  const char *broken = nullptr;  // why it is no true record
-
-  // What was found on the storage that a tensor has; kNoStorage where it has none.
-  std::optional<Use> find(const at::Tensor &tensor) const;
+  bool is_broken = false;  // some of what ran is not in it, or is in it and did not run so
 };
 
 uint32_t version_of(const c10::TensorImpl &tensor) {
@@ -218,26 +208,6 @@ c10::StorageImpl *storage_of(const at::Tensor &tensor) {
   const c10::TensorImpl &impl = *tensor.unsafeGetTensorImpl();
   if (impl.key_set().has_any(kWrappers) || !impl.has_storage()) return nullptr;
   return impl.unsafe_storage().unsafeGetStorageImpl();
-}
-
-std::optional<Use> Record::find(const at::Tensor &tensor) const {
-  const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
-  const uint32_t index = storage ? storages.find(storage) : Storages::kNone;
-  if (index == Storages::kNone) return std::nullopt;
-  const Stored &stored = storages[index];
-  const c10::TensorImpl &impl = *tensor.unsafeGetTensorImpl();
-  const void *counter = counter_of(impl.version_counter());
-  const uint32_t version = version_of(impl);
-  if (stored.nbytes != storage->nbytes()) return std::nullopt;
-  uint32_t seen = 0;  // of a counter that is new: an alias, which nobody has written through
-  if (stored.counter == counter) {
-    seen = stored.seen;
-  } else if (stored.has_others) {
-    for (const Other &other : storages.others.at(index))
-      if (other.counter == counter) seen = other.seen;
-  }
-  if (version != kNoVersion && version != seen) return std::nullopt;
-  return Use{index, version, stored.state};
 }
 
 }  // namespace

@@ -42,34 +42,47 @@ class Recorder {
 
   std::atomic<bool> recording = false;
 
-  bool begin(bool with_states) {
+  bool begin() {
     std::lock_guard lock(mutex_);
     if (recording) return false;
     record_ = std::make_unique<Record>();
     record_->calls.reserve(steps_.before() + steps_.before() / 8);
     record_->uses.reserve(uses_before_ + uses_before_ / 8);
-    record_->thread = thread_ = this_thread();
-    inside_ = 0;
+    thread_ = this_thread();
     states_.begin(*record_);
     steps_.begin();
-    with_states_ = with_states;
     settings_ = settings();
-    record_->number = ++number_;
+    ++number_;
     recording = true;
     return true;
   }
 
-  std::unique_ptr<Record> end() {
+  void end() {
+    std::unique_ptr<Record> ended;  // destroyed once the lock is released
     std::lock_guard lock(mutex_);
-    if (!record_) return nullptr;
+    if (!record_) return;
     recording = false;
-    // A backward that raises in one thread returns while its other threads are still in an operator.
-    if (inside_) record_->broken = "an operator was still running when it ended";
-    states_.settle_all();
-    auto record = std::move(record_);
-    steps_.end(record->calls);
-    uses_before_ = record->uses.size();
-    return record;
+    ended = std::move(record_);
+    states_.end();
+    steps_.end(ended->calls);
+    uses_before_ = ended->uses.size();
+  }
+
+  // The operators so far, each with the shapes of what it returned; none where nothing is recorded, or not truly.
+  using Listed = std::vector<std::pair<std::string, std::vector<std::vector<int64_t>>>>;
+  std::optional<Listed> listed() {
+    std::lock_guard lock(mutex_);
+    if (!record_ || record_->is_broken) return std::nullopt;
+    Listed all;
+    for (const Call &call : record_->calls) {
+      const Words &words = call.step->words;
+      auto &shapes = all.emplace_back(call.step->effects->name, Listed::value_type::second_type()).second;
+      for (size_t word = call.step->inputs; word < words.size(); word += 1 + follows(words, word)) {
+        const Form form{&words[word]};
+        if (form.code() == kTensor) shapes.push_back(form.sizes().vec());
+      }
+    }
+    return all;
   }
 
   bool is_of_this_thread() const { return recording && thread_ == this_thread(); }
@@ -91,7 +104,7 @@ class Recorder {
     std::lock_guard lock(mutex_);
     if (!record_) return false;
     if (record_->calls.size() >= kMostCalls) {  // of a program that does something else than it did: to no end, perhaps
-      record_->broken = "it has too many operators";
+      record_->is_broken = true;
       recording = false;
       return false;
     }
@@ -103,12 +116,11 @@ class Recorder {
         return false;
       }
       note_call(scratch, stack, open, uint32_t(uses));
-    } catch (...) {
-      record_->broken = "an operator's arguments could not be read";
+    } catch (...) {  // its arguments could not be read
+      record_->is_broken = true;
       return false;
     }
     scratch.busy = true;
-    ++inside_;
     return true;
   }
 
@@ -117,36 +129,35 @@ class Recorder {
     scratch.busy = false;
     std::lock_guard lock(mutex_);
     if (!record_) return;
+    // A backward that raises in one thread returns while its other threads are still in an operator: what one of an
+    // earlier record has written is nowhere.
     if (number_ != open.record) {
-      record_->broken = "an operator was running before it began";
+      record_->is_broken = true;
       return;
     }
-    --inside_;
     try {
       note_outputs(scratch, stack, open, raised);
-    } catch (...) {
-      record_->broken = "an operator's results could not be read";
+    } catch (...) {  // its results could not be read
+      record_->is_broken = true;
     }
     __builtin_prefetch(steps_.likely());
   }
 
-  // Somebody wrote what no operator has: into the storage of a tensor, or anywhere.
-  void unseen(const at::Tensor *tensor) {
+  // Something that is not recorded wrote into a storage.
+  void unseen(const c10::StorageImpl *storage) {
     std::lock_guard lock(mutex_);
     if (!record_) return;
     states_.settle_of(this_thread());
-    const c10::StorageImpl *storage = tensor && tensor->defined() ? storage_of(*tensor) : nullptr;
     watches().was_written(storage);
-    for (uint32_t index = 0; index < record_->storages.all().size(); ++index)
-      if (!tensor || record_->storages[index].storage._unsafe_get_target() == storage)
-        states_.was_written_unseen(index);
+    if (const uint32_t index = record_->storages.find(storage); index != Storages::kNone)
+      states_.was_written_unseen(index);
   }
 
-  // Values that somebody promises to have, of this record.
-  std::unique_ptr<Stops> stops() {
+  // Values that somebody promises to have, of this record; none yet.
+  Stops stops() {
     std::lock_guard lock(mutex_);
-    auto made = std::make_unique<Stops>();
-    made->record = record_ ? number_ : 0;
+    Stops made;
+    made.record = record_ ? number_ : 0;
     return made;
   }
 
@@ -162,41 +173,23 @@ class Recorder {
     return use;
   }
 
-  // What makes tensors again as they are now. In the thread that records, and in its backwards.
-  Search::Found closure(const std::vector<at::Tensor> &targets, const Stops *stops,
-                        const std::vector<Relative> &relative) {
+  // What makes a tensor again as it is now; null if there is no such thing. In the thread that records, and in its
+  // backwards.
+  std::unique_ptr<Closure> closure(const at::Tensor &target, const Stops &stops) {
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
     std::lock_guard lock(mutex_);
     Scratch &scratch = scratch_of_thread();
-    if (!record_ || scratch.busy || !is_of_record()) return Refused{"nothing is recorded here"};
-    if (stops && stops->record != number_) return Refused{"what is promised is of another record"};
+    if (!record_ || record_->is_broken || scratch.busy || !is_of_record() || stops.record != number_) return nullptr;
     states_.settle_of(this_thread());
-    Search search(*record_, stops, [this](uint32_t storage) { return states_.is_settled(storage); });
-    for (const at::Tensor &target : targets) {
-      scratch.clear();
-      c10::StorageImpl *storage = write_tensor(scratch, target);
-      if (!search.wants(scratch.words)) return Refused{"it has no strides, or no bytes of its own"};
-      search.add(states_.look(target, storage), scratch.words);
-    }
-    return search(relative);
-  }
-
-  // Of a record that is over: what is kept with steps is under this lock.
-  template <typename Function>
-  auto alone(Function &&function) {
-    std::lock_guard lock(mutex_);
-    return function();
+    scratch.clear();
+    c10::StorageImpl *storage = write_tensor(scratch, target);
+    if (!Search::wants(scratch.words)) return nullptr;
+    return Search(*record_, states_, stops, states_.look(target, storage), scratch.words)();
   }
 
   const Effects &effects(const c10::OperatorHandle &op) {
     std::lock_guard lock(mutex_);
     return table_.of(op);
-  }
-
-  // How many steps are known, and the bytes that these take.
-  std::pair<size_t, size_t> steps() {
-    std::lock_guard lock(mutex_);
-    return steps_.sizes();
   }
 
  private:
@@ -307,9 +300,8 @@ class Recorder {
     if (!is_given && !device.is_cpu() && !device.has_index())
       if (const Guard *guard = guard_of(device)) device = guard->getDevice();
     const at::Generator generator = is_given ? given->toGenerator() : at::globalContext().defaultGenerator(device);
-    record_->drawn.push_back(state_of(generator, with_states_));
+    record_->drawn.push_back(state_of(generator));
     record_->drawn.back().call = call;
-    record_->drawn.back().by_default = !is_given;
   }
 
   void note_constant(const torch::jit::Stack &stack, uint32_t use) {
@@ -318,7 +310,7 @@ class Recorder {
     const c10::StorageImpl *storage = tensor.defined() && tensor.device().is_cpu() ? storage_of(tensor) : nullptr;
     if (!storage || storage->nbytes() > kMost || record_->uses[use].storage == kNoStorage) return;
     const auto *begin = static_cast<const char *>(storage->data());
-    const auto &[index, version, state] = record_->uses[use];
+    const auto &[index, state] = record_->uses[use];
     record_->constants[index] = {state, std::vector<char>(begin, begin + storage->nbytes())};
   }
 
@@ -327,14 +319,12 @@ class Recorder {
   void note_outputs(Scratch &scratch, const torch::jit::Stack &stack, const Open &open, bool raised) {
     const Effects &effects = *open.effects;
     Call &call = record_->calls[open.call];
-    call.raised = raised;
     call.outputs = uint32_t(record_->uses.size());
-    if (effects.writes) states_.note_writes(scratch, call, open.call);
+    if (effects.writes) states_.note_writes(scratch, call, open.call, raised);
     if (!raised) {
       const c10::IValue *results = stack.data() + (stack.size() - effects.returns);
       for (size_t index = 0; index < effects.returns; ++index) write_output(scratch, call, results[index], open);
     }
-    call.outputs_count = uint32_t(record_->uses.size()) - call.outputs;
     steps_.finish(scratch, call);
   }
 
@@ -356,9 +346,7 @@ class Recorder {
   std::unique_ptr<Record> record_;
   std::atomic<uint32_t> thread_ = UINT32_MAX;
   uint64_t number_ = 0;
-  bool with_states_ = false;
   uint32_t settings_ = 0;  // of PyTorch, as they were when it was last asked for them
-  uint32_t inside_ = 0;    // calls of this record that are under way
   Table table_;
   States states_;
   Steps steps_;

@@ -18,12 +18,6 @@ struct Differs : std::exception {
   std::string text;
 };
 
-// Some memory, of which a value is a part: a storage, or the bytes in one that a leaf was brought to.
-struct Buffer {
-  c10::Storage storage;
-  uint64_t base = 0, nbytes = 0;
-};
-
 at::Tensor tensor_on(const Buffer &buffer, const Form &form) {
   const size_t itemsize = c10::elementSize(form.type());
   const uint64_t offset = buffer.base + form.offset();
@@ -35,21 +29,6 @@ at::Tensor tensor_on(const Buffer &buffer, const Form &form) {
   if (form.bits() & 1) tensor._set_conj(true);
   if (form.bits() & 2) tensor._set_neg(true);
   return tensor;
-}
-
-at::Tensor bytes_of(const Buffer &buffer) {
-  const c10::Device device = buffer.storage.device();
-  const auto key = c10::computeDispatchKey(at::kByte, c10::kStrided, device);
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(buffer.storage), c10::DispatchKeySet(key),
-                                                               c10::scalarTypeToTypeMeta(at::kByte));
-  const int64_t size = int64_t(buffer.nbytes), stride = 1;
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides({&size, 1}, {&stride, 1}, int64_t(buffer.base));
-  return tensor;
-}
-
-Buffer fresh(uint64_t nbytes, c10::Device device) {
-  const at::Tensor tensor = at::empty({int64_t(nbytes)}, c10::TensorOptions(at::kByte).device(device));
-  return {tensor.storage(), 0, nbytes};
 }
 
 // A generator for one operator: it is given ours, if it takes one, or finds the device's own where that was.
@@ -114,9 +93,8 @@ class Draws {
 // One run. The lock of the interpreter is not needed, and not held.
 class Replay {
  public:
-  // `leaves`: a buffer each, in the order of the closure's. `poison`: what to fill memory with that nobody has written.
-  Replay(const Closure &closure, std::vector<Buffer> leaves, std::optional<uint8_t> poison)
-      : closure_(closure), poison_(poison), buffers_(size_t(closure.slots)) {
+  // `leaves`: a buffer each, in the order of the closure's.
+  Replay(const Closure &closure, std::vector<Buffer> leaves) : closure_(closure), buffers_(size_t(closure.slots)) {
     for (size_t leaf = 0; leaf < leaves.size(); ++leaf)
       buffers_[size_t(closure.leaf_slots[leaf])] = std::move(leaves[leaf]);
   }
@@ -164,14 +142,10 @@ class Replay {
       buffers_[size_t(closure_.freed[call.freed + each])] = Buffer();
   }
 
-  void poison(const Buffer &buffer) const {
-    if (poison_ && buffer.nbytes) bytes_of(buffer).fill_(*poison_);
-  }
-
   void prepare(const Called &call) {
     for (uint32_t each = 0; each < call.fresh_count; ++each) {
       const Fresh &of = closure_.fresh[call.fresh + each];
-      poison(buffers_[size_t(of.slot)] = fresh(of.nbytes, of.device));
+      buffers_[size_t(of.slot)] = fresh(of.nbytes, of.device);
     }
     for (uint32_t each = 0; each < call.writes_count; ++each) {
       const Write &write = closure_.writes[call.writes + each];
@@ -241,7 +215,6 @@ class Replay {
       if (is_new) {
         if (is_on_input(call, storage)) differ(call, "it returned a view");
         buffer = {result.storage(), 0, storage->nbytes()};
-        if (recipe.makes_empty) poison(buffer);
       } else {
         if (buffer.storage.unsafeGetStorageImpl() != storage) differ(call, "it returned no view");
         if (buffer.base == 0) buffer.nbytes = storage->nbytes();
@@ -285,37 +258,8 @@ class Replay {
   }
 
   const Closure &closure_;
-  const std::optional<uint8_t> poison_;
   std::vector<Buffer> buffers_;
   torch::jit::Stack stack_;
 };
-
-// Whether two tensors are of one form, and have the same bytes, those of a number that is none among them.
-bool has_same_bytes(const at::Tensor &one, const at::Tensor &other) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
-  const bool is_form = one.defined() && other.defined() && storage_of(one) && storage_of(other) &&
-                       one.dtype() == other.dtype() && one.device() == other.device() && one.sizes() == other.sizes() &&
-                       one.strides() == other.strides() && one.is_conj() == other.is_conj() &&
-                       one.is_neg() == other.is_neg();
-  if (!is_form) return false;
-  const auto as_integers = [](const at::Tensor &tensor) {
-    const size_t itemsize = tensor.itemsize();
-    std::vector<int64_t> sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
-    const int64_t parts = itemsize == 16 ? 2 : 1;
-    for (int64_t &stride : strides) stride *= parts;
-    sizes.push_back(parts);
-    strides.push_back(1);
-    const at::ScalarType type = itemsize == 1   ? at::kByte
-                                : itemsize == 2 ? at::kShort
-                                : itemsize == 4 ? at::kInt
-                                                : at::kLong;
-    const auto key = c10::computeDispatchKey(type, c10::kStrided, tensor.device());
-    at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(tensor.storage()), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(type));
-    bytes.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, tensor.storage_offset() * parts);
-    return bytes;
-  };
-  return as_integers(one).equal(as_integers(other));
-}
 
 }  // namespace

@@ -1,60 +1,32 @@
-// Finds closures: goes back from the tensors that are wanted, operator by operator, to values that somebody promises to
-// have, and to those that no operator of the tape made. Then it goes forward once more, and gives each value a slot:
+// Finds closures: goes back from the tensor that is wanted, operator by operator, to values that somebody promises to
+// have, and to those that no operator of the record made. Then it goes forward once more, and gives each value a slot:
 // views share their base's, and what is written in place takes over the slot before, unless somebody else still needs
 // it.
 #pragma once
 
-#include <functional>
-#include <variant>
-
 #include "closure.h"
+#include "states.h"
 #include "unset.h"
 
 namespace {
 
-// One search. Under the recorder's lock.
+// One search, for one tensor. Under the recorder's lock.
 class Search {
  public:
-  using Found = std::variant<std::unique_ptr<Closure>, Refused>;
-
-  // `is_settled`: whether all that has been written to a storage so far has been counted.
-  template <typename IsSettled>
-  Search(const Record &record, const Stops *stops, IsSettled &&is_settled)
-      : record_(record), stops_(stops), is_settled_(is_settled), made_(std::make_unique<Closure>()) {}
+  // `words`: the tensor's form.
+  Search(const Record &record, const States &states, const Stops &stops, const Use &wanted, const Words &words)
+      : record_(record), states_(states), stops_(stops), wanted_(wanted), made_(std::make_unique<Closure>()) {
+    made_->words = words;
+  }
 
   // Whether a tensor of this form can be made again.
   static bool wants(const Words &words) {
     const Form form{words.data()};
-    return !words.empty() && form.code() == kTensor && !c10::isQIntType(form.type()) && !form.device().is_meta() &&
-           form.offset() % c10::elementSize(form.type()) == 0;
+    return !words.empty() && form.code() == kTensor && form.can_be_made();
   }
 
-  void add(const Use &use, const Words &words) {
-    wanted_.push_back(use);
-    made_->targets.push_back({-1, uint32_t(made_->words.size())});
-    made_->words.insert(made_->words.end(), words.begin(), words.end());
-  }
-
-  Found operator()(const std::vector<Relative> &relative) {
-    try {
-      for (const Use &use : wanted_) newest_ = std::max(newest_, use.state);
-      for (const Relative &each : relative) add(each);
-      constexpr int kTries = 8;
-      for (int left = kTries; !attempt(left == 1); --left) begin_again();
-    } catch (Refused &refused) {
-      return std::move(refused);
-    }
-    return std::move(made_);
-  }
-
- private:
-  // What a leaf was is nowhere any more.
-  struct Lost {
-    int32_t slot;
-    std::string reason;
-  };
-
-  bool attempt(bool is_last) {
+  // Null if there is none.
+  std::unique_ptr<Closure> operator()() {
     try {
       walk();
       made_->calls.reserve(order_.size());
@@ -63,81 +35,25 @@ class Search {
       keys_.reserve(2 * order_.size());
       for (size_t each = order_.size(); each-- > 0;) forward(order_[each]);
       finish();
-      return true;
-    } catch (const Lost &lost) {
-      if (is_last || !stops_after(lost.slot)) throw Refused{lost.reason};
-      return false;
+    } catch (const Refused &) {
+      return nullptr;
     }
+    return std::move(made_);
   }
 
-  // Has the walk stop at what was made of a slot in place, if that is there: at statistics that run, and vectors that
-  // an iteration refines. Whether there is any.
-  bool stops_after(int32_t lost) {
-    std::vector<bool> is_of(size_t(made_->slots));
-    is_of[size_t(lost)] = true;
-    const auto has = [&](int32_t slot) { return slot >= 0 && is_of[size_t(slot)]; };
-    for (const Called &call : made_->calls) {
-      const auto wire = made_->wires.begin(), outputs = wire + call.outputs;
-      const auto end = outputs + std::ptrdiff_t(call.recipe->outputs.size());
-      const auto first = made_->writes.begin() + call.writes, last = first + call.writes_count;
-      if (!std::any_of(wire + call.inputs, outputs, has) &&
-          !std::any_of(first, last, [&](const Write &each) { return has(each.from); }))
-        continue;
-      for (auto each = outputs; each != end; ++each)
-        if (*each >= 0) is_of[size_t(*each)] = true;
-      for (auto each = first; each != last; ++each) is_of[size_t(each->to)] = true;
-    }
-    bool found = false;
-    for (const auto &[use, slot] : written_) {
-      const Stored &stored = record_.storages[use.storage];
-      const uint64_t key = key_of(use.storage, use.state);
-      const bool is_wanted = std::any_of(wanted_.begin(), wanted_.end(), [&, of = use](const Use &each) {
-        return each.storage == of.storage && each.state == of.state;
-      });
-      if (!has(slot) || is_wanted || is_stop(key) || stored.state != use.state || stored.storage.expired()) continue;
-      present_.put(key, 0);
-      found = true;
-    }
-    return found;
-  }
+ private:
+  // There is no closure.
+  struct Refused {};
 
-  void begin_again() {
-    auto before = std::exchange(made_, std::make_unique<Closure>());
-    made_->targets = std::move(before->targets);
-    made_->words = std::move(before->words);
-    keys_ = Keys();
-    order_.clear();
-    last_.clear();
-    met_.clear();
-    written_.clear();
-    unset_.clear();
-  }
-
-  [[noreturn]] void refuse(const Call &call, const std::string &reason) const {
-    throw Refused{call.step->effects->name + ": " + reason};
-  }
-
-  bool is_promised(uint64_t key) const {
-    return (stops_ && stops_->keys.find(key) != Keys::kNone) || relative_.find(key) != Keys::kNone;
-  }
-
-  bool is_stop(uint64_t key) const { return is_promised(key) || present_.find(key) != Keys::kNone; }
+  bool is_promised(uint64_t key) const { return stops_.keys.find(key) != Keys::kNone; }
 
   // Whether a storage is one that is refilled, and full, as it was then.
   bool is_refilled(const Use &use) const {
-    if (!stops_ || stops_->refilled.empty()) return false;
+    if (stops_.refilled.empty()) return false;
     const Stored &stored = record_.storages[use.storage];
-    if (stored.state != use.state || !stops_->refilled.count(stored.storage._unsafe_get_target())) return false;
+    if (stored.state != use.state || !stops_.refilled.count(stored.storage._unsafe_get_target())) return false;
     const auto storage = stored.storage.lock();
     return storage && storage->nbytes() > 0;
-  }
-
-  void add(const Relative &relative) {
-    if (relative.first > uint32_t(newest_)) return;
-    const Call &call = record_.calls[uint32_t(newest_) - relative.first];
-    if (relative.second >= call.outputs_count) return;
-    const Use &use = record_.uses[call.outputs + relative.second];
-    if (use.storage != kNoStorage && use.state >= 0) relative_.put(key_of(use.storage, use.state), 0);
   }
 
   // ------------------------------------------------------------------------------------- back
@@ -150,13 +66,10 @@ class Search {
   }
 
   void walk() {
-    if (wanted_.empty()) throw Refused{"nothing is wanted"};
-    for (const Use &use : wanted_) {
-      if (use.state < 0) throw Refused{"no operator of this tape is known to have made it"};
-      if (is_stop(key_of(use.storage, use.state))) throw Refused{"it is among what is there"};
-    }
-    marks_.assign(size_t(newest_) / 64 + 1, 0);
-    for (const Use &use : wanted_) mark(use.state);
+    // No operator of the record is known to have made it, or it is among what is there.
+    if (wanted_.state < 0 || is_promised(key_of(wanted_.storage, wanted_.state))) throw Refused();
+    marks_.assign(size_t(wanted_.state) / 64 + 1, 0);
+    mark(wanted_.state);
     for (size_t word = marks_.size(); marked_ > 0;) {
       --word;
       while (marks_[word]) {
@@ -171,15 +84,13 @@ class Search {
   void visit(uint32_t number) {
     const Call &call = record_.calls[number];
     const Recipe &recipe = recipe_of(*call.step);
-    if (!recipe.refusal.empty()) refuse(call, recipe.refusal);
-    if (call.raised) refuse(call, "it raised");
-    if (call.waits) refuse(call, "the host waits in it");
+    if (!recipe.can_run || call.waits) throw Refused();
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
       if (!of.stored || of.access >= Access::kCovers) continue;
       const Use &use = record_.uses[call.inputs + input];
-      if (use.state >= int32_t(number)) refuse(call, "somebody else wrote while it ran");
-      if (use.state >= 0 && !is_stop(key_of(use.storage, use.state)) && !is_refilled(use)) mark(use.state);
+      if (use.state >= int32_t(number)) throw Refused();  // somebody else wrote while it ran
+      if (use.state >= 0 && !is_promised(key_of(use.storage, use.state)) && !is_refilled(use)) mark(use.state);
     }
     order_.push_back(number);
   }
@@ -200,19 +111,19 @@ class Search {
     called.writes = uint32_t(made.writes.size());
     called.grad = call.grad;
     place(call, recipe);
-    note_draw(call, recipe, called);
+    note_draw(recipe, called);
     called.inputs = uint32_t(made.wires.size());
     const Use *uses = &record_.uses[call.inputs];
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
-      made.wires.push_back(of.stored ? see(call, of, uses[input], Form{&call.step->words[of.word]}) : -1);
+      made.wires.push_back(of.stored ? see(of, uses[input], Form{&call.step->words[of.word]}) : -1);
       touch(made.wires.back());
     }
-    if (recipe.writes) write(call, recipe, uses, &made.wires[called.inputs], number);
+    if (recipe.writes) write(recipe, uses, &made.wires[called.inputs], number);
     called.outputs = uint32_t(made.wires.size());
     for (size_t output = 0; output < recipe.outputs.size(); ++output) {
       const Recipe::Output &of = recipe.outputs[output];
-      const int32_t slot = of.stored ? make(call, recipe, of, record_.uses[call.outputs + output], number) : -1;
+      const int32_t slot = of.stored ? make(of, record_.uses[call.outputs + output], number) : -1;
       made.wires.push_back(slot);
       touch(slot);
     }
@@ -226,36 +137,33 @@ class Search {
     if (slot >= 0) last_[size_t(slot)] = uint32_t(made_->calls.size());
   }
 
-  // All of a closure runs on one stream of one device, and as the settings were.
+  // All of a closure ran on one stream of one device, and with the same settings.
   void place(const Call &call, const Recipe &recipe) {
     if (made_->calls.empty()) made_->settings = call.settings;
-    if (made_->settings != call.settings) refuse(call, "PyTorch's settings were others than before");
+    if (made_->settings != call.settings) throw Refused();
     if (recipe.device.is_cpu()) {
       if (made_->threads == 0) made_->threads = call.threads;
-      if (made_->threads != call.threads) refuse(call, "PyTorch's settings were others than before");
+      if (made_->threads != call.threads) throw Refused();
       return;
     }
     if (made_->device.is_cpu()) {
       made_->device = recipe.device;
       made_->stream = call.stream;
     }
-    if (made_->device != recipe.device) refuse(call, "it ran on another device than the rest");
-    if (made_->stream != call.stream) refuse(call, "it ran on another stream than the rest");
+    if (made_->device != recipe.device || made_->stream != call.stream) throw Refused();
   }
 
-  void note_draw(const Call &call, const Recipe &recipe, Called &called) {
+  void note_draw(const Recipe &recipe, Called &called) {
     if (!recipe.random) return;
     const auto found = std::lower_bound(record_.drawn.begin(), record_.drawn.end(), called.number,
                                         [](const Drawn &each, uint32_t number) { return each.call < number; });
-    if (found == record_.drawn.end() || found->call != called.number) refuse(call, "nobody knows what it drew");
-    const bool is_known = found->device_type != int8_t(c10::DeviceType::CPU) || found->state.defined();
-    if (!is_known) refuse(call, "the state that its generator was in was not noted");
+    if (found == record_.drawn.end() || found->call != called.number) throw Refused();  // nobody knows what it drew
     called.drawn = int32_t(made_->drawn.size());
     made_->drawn.push_back(*found);
   }
 
   // An input: it is in a slot already, or it is a leaf, or it does not matter.
-  int32_t see(const Call &call, const Recipe::Input &input, const Use &use, const Form &form) {
+  int32_t see(const Recipe::Input &input, const Use &use, const Form &form) {
     const uint64_t key = key_of(use.storage, use.state);
     int32_t slot = keys_.find(key);
     if (slot < 0 && input.access >= Access::kCovers) {
@@ -271,12 +179,12 @@ class Search {
       met_.push_back({slot, use, form.nbytes(), form.device()});
     }
     const bool reads = input.access == Access::kReads || input.access == Access::kUpdates;
-    if (reads && !unset_.empty() && !unset_.is_written(slot, form)) refuse(call, "it read what nobody wrote");
+    if (reads && !unset_.empty() && !unset_.is_written(slot, form)) throw Refused();  // it read what nobody wrote
     return slot;
   }
 
   // Gives a new slot to each storage that it writes, and to all of its inputs that lie there.
-  void write(const Call &call, const Recipe &recipe, const Use *uses, int32_t *slots, uint32_t number) {
+  void write(const Recipe &recipe, const Use *uses, int32_t *slots, uint32_t number) {
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
       const Recipe::Input &of = recipe.inputs[input];
       const uint64_t after = key_of(uses[input].storage, int32_t(number));
@@ -286,20 +194,19 @@ class Search {
       touch(to);
       keys_.put(after, to);
       made_->writes.push_back({from, to, false});
-      written_.emplace_back(Use{uses[input].storage, kNoVersion, int32_t(number)}, to);
       for (size_t other = 0; other < recipe.inputs.size(); ++other) {
         if (uses[other].storage != uses[input].storage || !recipe.inputs[other].stored) continue;
-        if (uses[other].state != uses[input].state) refuse(call, "somebody else wrote while it ran");
+        if (uses[other].state != uses[input].state) throw Refused();  // somebody else wrote while it ran
         slots[other] = to;
       }
     }
   }
 
-  int32_t make(const Call &call, const Recipe &recipe, const Recipe::Output &output, const Use &use, uint32_t number) {
+  int32_t make(const Recipe::Output &output, const Use &use, uint32_t number) {
     const uint64_t key = key_of(use.storage, use.state);
     int32_t slot = keys_.find(key);
     if (slot >= 0) return slot;
-    if (use.state != int32_t(number)) refuse(call, "it returned what nobody gave to it");
+    if (use.state != int32_t(number)) throw Refused();  // it returned what nobody gave to it
     slot = new_slot();
     keys_.put(key, slot);
     if (output.unset) unset_.begin(slot);
@@ -329,49 +236,42 @@ class Search {
   };
 
   const Record &record_;
-  const Stops *stops_;
-  const std::function<bool(uint32_t)> is_settled_;
+  const States &states_;
+  const Stops &stops_;
+  const Use wanted_;
   std::unique_ptr<Closure> made_;
-  std::vector<Use> wanted_;
-  Keys relative_, present_, keys_;
+  Keys keys_;
   std::vector<uint64_t> marks_;
   size_t marked_ = 0;
-  int32_t newest_ = -1;
-  std::vector<uint32_t> order_;                   // from the newest
-  std::vector<uint32_t> last_;                    // for each slot, the last call that needs it
-  std::vector<std::pair<Use, int32_t>> written_;  // what is made in place, and its slots
-  std::vector<Met> met_;                          // leaves
+  std::vector<uint32_t> order_;  // from the newest
+  std::vector<uint32_t> last_;   // for each slot, the last call that needs it
+  std::vector<Met> met_;         // leaves
   Unset unset_;
 };
 
 void Search::finish() {
   Closure &made = *made_;
-  std::vector<bool> kept(size_t(made.slots));  // not to be written over, nor freed
-  for (size_t each = 0; each < wanted_.size(); ++each) {
-    Target &target = made.targets[each];
-    target.slot = keys_.find(key_of(wanted_[each].storage, wanted_[each].state));
-    if (target.slot < 0) throw Refused{"what made it does not return it"};
-    if (!unset_.is_written(target.slot, Form{&made.words[target.words]}))
-      throw Refused{"some of its bytes were never written"};
-    kept[size_t(target.slot)] = true;
-  }
+  const int32_t target = keys_.find(key_of(wanted_.storage, wanted_.state));
+  if (target < 0) throw Refused();  // what made it does not return it
+  if (!unset_.is_written(target, Form{made.words.data()})) throw Refused();
+  made.targets.push_back({target, 0});
   std::vector<bool> is_leaf(size_t(made.slots));
   for (const Met &each : met_) is_leaf[size_t(each.slot)] = true;
   for (size_t call = 0; call < made.calls.size(); ++call)
     for (uint32_t each = 0; each < made.calls[call].writes_count; ++each) {
       Write &write = made.writes[made.calls[call].writes + each];
       const auto from = size_t(write.from);
-      write.copies = kept[from] || is_leaf[from] || last_[from] > call;
+      write.copies = is_leaf[from] || last_[from] > call;
     }
   for (int32_t slot = 0; slot < made.slots; ++slot)
-    if (!kept[size_t(slot)]) ++made.calls[last_[size_t(slot)]].freed_count;
+    if (slot != target) ++made.calls[last_[size_t(slot)]].freed_count;
   uint32_t freed = 0;
   for (Called &call : made.calls) {
     call.freed = freed += call.freed_count;  // where they end; counted down below
   }
   made.freed.resize(freed);
   for (int32_t slot = 0; slot < made.slots; ++slot)
-    if (!kept[size_t(slot)]) made.freed[--made.calls[last_[size_t(slot)]].freed] = slot;
+    if (slot != target) made.freed[--made.calls[last_[size_t(slot)]].freed] = slot;
   made.leaves.reserve(met_.size());
   made.leaf_slots.reserve(met_.size());
   made.watch = std::make_shared<Watch>(met_.size());
@@ -392,21 +292,13 @@ uint64_t alignment_of(const c10::StorageImpl &storage) {
 // Finds the storage of a leaf, if it is as it was.
 void Search::hold(Leaf &leaf, Watched &watched) const {
   const Stored &stored = record_.storages[leaf.use.storage];
-  if (leaf.use.state >= 0) {
-    const Call &call = record_.calls[uint32_t(leaf.use.state)];
-    for (uint32_t output = 0; output < call.outputs_count && !leaf.relative; ++output) {
-      const Use &use = record_.uses[call.outputs + output];
-      if (use.storage == leaf.use.storage && use.state == leaf.use.state)
-        leaf.relative = Relative(uint32_t(newest_ - leaf.use.state), output);
-    }
-  }
   leaf.storage = stored.storage.lock();
   if (is_refilled(leaf.use) && leaf.storage->nbytes() == leaf.nbytes) {
     leaf.refilled = true;
     return;
   }
   bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
-                 is_settled_(leaf.use.storage) && watched.counts(stored.counter, stored.seen);
+                 states_.is_settled(leaf.use.storage) && watched.counts(stored.counter, stored.seen);
   if (is_same && stored.has_others)
     for (const Other &other : record_.storages.others.at(leaf.use.storage))
       is_same = is_same && watched.counts(other.counter, other.seen);
@@ -415,7 +307,7 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     leaf.alignment = alignment_of(*leaf.storage);
     return;
   }
-  const bool is_gone = !std::exchange(leaf.storage, {});
+  leaf.storage.reset();
   if (is_promised(key_of(leaf.use.storage, leaf.use.state))) {
     leaf.not_on = stored.storage;
     return;
@@ -425,7 +317,7 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     leaf.constant = constant->second.bytes;
     if (leaf.constant.size() == leaf.nbytes) return;
   }
-  throw Lost{made_->leaf_slots.back(), is_gone ? "what it is made of is gone" : "what it is made of was written since"};
+  throw Refused();  // it is gone, or was written since
 }
 
 }  // namespace

@@ -14,17 +14,20 @@ class States {
     pending_.clear();
   }
 
+  // PyTorch looks whether what counts versions is a tensor's alone.
+  void end() { pending_.clear(); }
+
   // A tensor as an operator finds it; kNoStorage where it has none. `counted_before`: its version has been counted up
   // for that operator already.
   Use look(const at::Tensor &tensor, c10::StorageImpl *storage, bool counted_before = false) {
-    if (!storage) return {kNoStorage, kNoVersion, 0};
+    if (!storage) return {kNoStorage, 0};
     const c10::TensorImpl &impl = *tensor.unsafeGetTensorImpl();
     const uint32_t version = version_of(impl);
     const c10::VariableVersion &counter = impl.version_counter();
     uint32_t index = record_->storages.find(storage);
     if (index == Storages::kNone) {
       index = add(storage, counter, version, --record_->foreign);
-      return {index, version, record_->foreign};
+      return {index, record_->foreign};
     }
     if (version != kNoVersion && version != seen(index, counter)) {
       if (!pending_.empty()) settle([&](const Pending &each) { return each.storage == index; });
@@ -37,30 +40,30 @@ class States {
       stored.nbytes = storage->nbytes();
       was_written_unseen(index);
     }
-    return {index, version, stored.state};
+    return {index, stored.state};
   }
 
   // A storage without a tensor.
   Use look(c10::StorageImpl *storage) {
     uint32_t index = record_->storages.find(storage);
     if (index == Storages::kNone) index = add(storage, {}, kNoVersion, --record_->foreign);
-    return {index, kNoVersion, record_->storages[index].state};
+    return {index, record_->storages[index].state};
   }
 
   // A call has ended: what it was given to write it has written, or some of it, if it raised.
-  void note_writes(Scratch &scratch, const Call &call, uint32_t number) {
+  void note_writes(Scratch &scratch, const Call &call, uint32_t number, bool raised) {
     const Effects &effects = *call.step->effects;
     for (size_t index = 0; index < scratch.places.size(); ++index) {
       const Use &use = record_->uses[call.inputs + index];
       if (!effects.is_written(call.step->arguments.data(), scratch.places[index].first) || use.storage == kNoStorage)
         continue;
       Stored &stored = record_->storages[use.storage];
-      stored.state = call.raised ? --record_->foreign : int32_t(number);
+      stored.state = raised ? --record_->foreign : int32_t(number);
       if (const auto alive = stored.storage.lock()) stored.nbytes = alive->nbytes();
     }
     for (auto &[version, storage] : scratch.written) {
       seen(storage, version) = version.current_version();
-      pending_.push_back({std::move(version), storage, number, call.thread, effects.counts_versions});
+      pending_.push_back({std::move(version), storage, call.thread, effects.counts_versions});
     }
     scratch.written.clear();
   }
@@ -68,16 +71,15 @@ class States {
   // A tensor that a call returned; kNoStorage where it has none.
   Use made(const at::Tensor &tensor, c10::StorageImpl *storage, const Scratch &scratch, const Call &call,
            uint32_t number) {
-    if (!storage) return {kNoStorage, kNoVersion, 0};
+    if (!storage) return {kNoStorage, 0};
     const c10::TensorImpl &impl = *tensor.unsafeGetTensorImpl();
     const uint32_t index = record_->storages.find(storage), version = version_of(impl);
     if (index == Storages::kNone) {
       const uint32_t added = add(storage, impl.version_counter(), version, int32_t(number));
-      return {added, version, int32_t(number)};
+      return {added, int32_t(number)};
     }
-    const Use *input = nullptr;
-    for (size_t each = 0; each < scratch.places.size() && !input; ++each)
-      if (record_->uses[call.inputs + each].storage == index) input = &record_->uses[call.inputs + each];
+    const auto first = record_->uses.begin() + call.inputs, last = first + std::ptrdiff_t(scratch.places.size());
+    const bool is_on_input = std::any_of(first, last, [&](const Use &each) { return each.storage == index; });
     Stored &stored = record_->storages[index];
     const bool moves_the_tensor = call.step->effects->moves_the_tensor;
     if (moves_the_tensor && stored.nbytes != storage->nbytes()) {  // it was resized
@@ -86,15 +88,15 @@ class States {
     }
     if (moves_the_tensor && impl.version_counter().enabled()) {
       seen(index, impl.version_counter()) = version;
-      pending_.push_back({impl.version_counter(), index, number, call.thread, false});
-      return {index, version, stored.state};
+      pending_.push_back({impl.version_counter(), index, call.thread, false});
+      return {index, stored.state};
     }
     // A view counts versions with its base, but not before we are through.
-    if (input) return {index, input->version, stored.state};
+    if (is_on_input) return {index, stored.state};
     stored.state = int32_t(number);
     stored.nbytes = storage->nbytes();
     seen(index, impl.version_counter()) = version;
-    return {index, version, stored.state};
+    return {index, stored.state};
   }
 
   // From now on it holds other bytes than any that are known.
@@ -103,10 +105,6 @@ class States {
   // Count what the calls of a thread have written: what they stood in the middle of is over.
   void settle_of(uint32_t thread) {
     if (!pending_.empty()) settle([&](const Pending &each) { return each.thread == thread; });
-  }
-
-  void settle_all() {
-    settle([](const Pending &) { return true; });
   }
 
   // Whether all that has been written to a storage so far has been counted.
@@ -118,7 +116,7 @@ class States {
   // A version that is counted up once what we stand in the middle of is over.
   struct Pending {
     c10::VariableVersion version;
-    uint32_t storage, call, thread;
+    uint32_t storage, thread;
     bool any;
   };
 
@@ -156,11 +154,6 @@ class States {
       const uint32_t version = pending.version.current_version();
       if (version != before && version != before + 1 && !pending.any) was_written_unseen(pending.storage);
       before = version;
-      const Call &call = record_->calls[pending.call];
-      for (uint32_t each = 0; each < call.outputs_count; ++each) {
-        Use &use = record_->uses[call.outputs + each];
-        if (use.storage == pending.storage && use.version != kNoVersion) use.version = version;
-      }
       pending = std::move(pending_.back());
       pending_.pop_back();
     }

@@ -74,22 +74,13 @@ class Steps {
     scratch.fresh.reset();
   }
 
-  // The record is over. Steps that neither it nor a tape has are forgotten, once they are many.
+  // The record is over. Steps that neither it nor a closure has are forgotten, once they are many.
   void end(const std::vector<Call> &calls) {
     before_.clear();
     for (const Call &call : calls) before_.push_back(call.step);
     if (all_.size() < 2 * swept_ + 1024) return;
     std::erase_if(all_, [](const auto &each) { return each.second.use_count() == 1; });
     swept_ = all_.size();
-  }
-
-  // How many there are, and the bytes that these take.
-  std::pair<size_t, size_t> sizes() const {
-    size_t bytes = 0;
-    for (const auto &[hash, step] : all_)
-      bytes += sizeof(Step) + 64 + step->words.capacity() * sizeof(uint64_t) +
-               step->places.capacity() * sizeof(step->places[0]) + step->arguments.capacity() * sizeof(c10::IValue);
-    return {all_.size(), bytes};
   }
 
  private:

@@ -1,8 +1,8 @@
 // Storages that operators read elsewhere: from a copy of them that lies in faster memory.
 //
 // A product, a convolution or a cast that reads a tensor on such a storage is given an alias of the copy in its place.
-// The tensor itself stays what it was: autograd, the program and the tape never see the alias. All other operators read
-// the storage.
+// The tensor itself stays what it was: autograd, the program and the record never see the alias. All other operators
+// read the storage.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,13 +1,14 @@
-// Storages whose bytes somebody counts on: who dispatches a write to one tells them first.
+// Storages whose bytes somebody counts on: who dispatches a write to one says so first.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 #include <atomic>
-#include <functional>
 #include <mutex>
 
+#include "buffer.h"
+#include "key.h"
 #include "record.h"
 
 namespace {
@@ -38,6 +39,7 @@ struct Watched {
   // Whose address is not used again; none where nobody watches.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
   std::atomic<bool> written = false;
+  std::atomic<bool> is_copied = false;  // before it is written
 
  private:
   using Version = std::pair<c10::VariableVersion, uint32_t>;
@@ -45,17 +47,49 @@ struct Watched {
   std::vector<Version> others_;
 };
 
-// Those that one closure counts on, and what it wants to be called with their numbers.
-struct Watch : std::enable_shared_from_this<Watch> {
-  using Warn = std::function<void(size_t)>;
-
+// Those that one closure counts on. Of some it takes a copy before they are written, such as of biases, which plain
+// PyTorch needs no more.
+class Watch : public std::enable_shared_from_this<Watch> {
+ public:
   explicit Watch(size_t count) : all(count) {}
 
   std::vector<Watched> all;
-  std::shared_ptr<const Warn> warn;  // under the lock of `Watches`
+
+  // An operator is about to write one. Where there is no memory for a copy the program writes all the same, and only
+  // who asks for what is made from it is told.
+  void before_write(size_t index) {
+    Watched &watched = all[index];
+    if (watched.is_copied && !watched.written) copy(index);
+    watched.written = true;
+  }
+
+  // One as it was before it was written, if that was copied.
+  std::optional<Buffer> copy_of(size_t index) {
+    std::lock_guard lock(mutex_);
+    const auto copy = copies_.find(index);
+    if (copy == copies_.end()) return std::nullopt;
+    return Buffer{copy->second, 0, copy->second.nbytes()};
+  }
+
+ private:
+  void copy(size_t index) {
+    auto storage = all[index].storage.lock();
+    if (!storage) return;
+    const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+    const uint64_t nbytes = storage->nbytes();
+    try {
+      const at::Tensor copy = bytes_of({c10::Storage(std::move(storage)), 0, nbytes}).clone();
+      std::lock_guard lock(mutex_);
+      copies_[index] = copy.storage();
+    } catch (const c10::Error &) {
+    }
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<size_t, c10::Storage> copies_;
 };
 
-// All of them. Nobody is called, and nothing waited for, while its lock is held.
+// All of them. Nothing is waited for, while its lock is held.
 class Watches {
  public:
   bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
@@ -67,19 +101,12 @@ class Watches {
   }
 
   void remove(Watch &watch) {
-    std::shared_ptr<const Watch::Warn> dropped;  // once the lock is
     std::lock_guard lock(mutex_);
     for (size_t index = 0; index < watch.all.size(); ++index)
       if (watch.all[index].target()) take(watch.all[index].target(), &watch, index);
-    dropped.swap(watch.warn);
   }
 
-  void on_write(Watch &watch, std::shared_ptr<const Watch::Warn> warn) {
-    std::lock_guard lock(mutex_);
-    watch.warn.swap(warn);
-  }
-
-  // The operator is about to run: tell whoever counts on what it writes.
+  // The operator is about to run.
   void before(const Effects &effects, const torch::jit::Stack &stack) {
     const bool resizes = effects.moves_the_tensor && effects.name.starts_with("aten::resize");
     if (!effects.writes && !resizes) return;
@@ -87,18 +114,14 @@ class Watches {
     const c10::IValue *arguments = stack.data() + (stack.size() - effects.arguments);
     for (size_t index = 0; index < effects.arguments; ++index)
       if (effects.is_written(arguments, index) || (resizes && index == 0)) find(arguments[index], found);
-    for (const auto &[watch, warn, index] : found) {
-      Watched &watched = watch->all[index];
-      if (warn && !watched.written) (*warn)(index);
-      watched.written = true;
-    }
+    for (const auto &[watch, index] : found) watch->before_write(index);
   }
 
-  // It was written, and no operator has done it; any may have been, where no storage is given.
+  // It was written, by what did not come by.
   void was_written(const c10::StorageImpl *storage) {
     std::lock_guard lock(mutex_);
     for (const Slot &slot : slots_)
-      if (slot.storage && (!storage || slot.storage == storage)) slot.watch->all[slot.index].written = true;
+      if (slot.storage == storage) slot.watch->all[slot.index].written = true;
   }
 
   // In a fork nobody else is there, and whoever had the lock is not.
@@ -113,7 +136,6 @@ class Watches {
 
   struct Found {
     std::shared_ptr<Watch> watch;
-    std::shared_ptr<const Watch::Warn> warn;
     size_t index;
   };
 
@@ -127,7 +149,7 @@ class Watches {
       for (size_t at = place(storage); slots_[at].storage; at = next(at)) {
         if (slots_[at].storage != storage) continue;
         if (auto watch = slots_[at].watch->weak_from_this().lock())  // none, if it is about to be removed
-          found.push_back({watch, watch->warn, slots_[at].index});
+          found.push_back({std::move(watch), slots_[at].index});
       }
     } else if (value.isList()) {
       for (const c10::IValue &each : value.toListRef())

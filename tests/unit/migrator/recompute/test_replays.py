@@ -18,7 +18,7 @@ class _Recorder:
         self.is_recording = False
         self.interrupted: str | None = None
 
-    def begin(self, *, states: bool = False) -> bool:
+    def begin(self) -> bool:
         began, self.is_recording = not self.is_recording, True
         self._maybe_interrupted("begin")
         return began

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
+import gc
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -11,64 +12,93 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.unit.migrator.tape.programs import PROGRAMS, Program
-from torch_tiers.migrator.tape.closure import Closure, Refused
+from tests.unit.migrator.tape.records import Form, has_the_bits_of, is_whole, snapshot, storage_of
+from torch_tiers.migrator.tape.closure import Bound
 from torch_tiers.migrator.tape.recorder import Recorder
 
 
-class Dropped:
-    """Stands for a tensor, which is made again once it is wanted, or before it cannot be any more."""
+class Kept:
+    """Stands for all of a storage, of which it has a copy."""
 
-    def __init__(self, closure: Closure) -> None:
-        self.closure = closure
-        self.made: Tensor | None = None
-        weak = weakref.ref(self)
-        closure.watch(lambda leaf: weak().get())  # type: ignore[union-attr]
+    def __init__(self, whole: Tensor) -> None:
+        self.value = snapshot(whole)
 
     def get(self) -> Tensor:
-        if self.made is None:
-            (self.made,) = self.closure.run()
-        return self.made
+        return self.value
+
+
+class Dropped:
+    """Stands for all of a storage, which is made again each time that it is wanted."""
+
+    def __init__(self, closure: Bound) -> None:
+        self.closure = closure
+
+    def get(self) -> Tensor:
+        (made,) = self.closure.make([each.get() for each in self.closure.inputs])
+        return made
 
 
 @dataclass
 class Dropping:
-    """Keeps a closure in the place of every tensor that is saved, if it has one.
+    """Keeps a closure in the place of every tensor that is saved, if all of its storage has one.
 
     Attributes
     ----------
+    notes
+        Whether closures may begin with what was saved before. If not they go back to what was there before the record.
     made
         Closures that stand for a tensor.
     refused
-        Why there was none, without those that are not made by operators of the tape: inputs, and parameters.
+        How many tensors that were not there before the record had none; of those that closures may begin with, too.
     untrue
         Of closures that did not make what was there.
     """
 
     recorder: Recorder
-    made: list[Closure] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    untrue: list[Closure] = field(default_factory=list)
+    notes: bool
+    made: list[Bound] = field(default_factory=list)
+    refused: int = 0
+    untrue: list[Bound] = field(default_factory=list)
     runs: int = 0
+    _kept: list[Kept] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Record from now on."""
+        with warnings.catch_warnings(action="ignore"):  # of modules that are outdated, and looked at
+            self._before = {storage_of(each) for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)}
+        self.recorder.begin()
+        self._packs = self.recorder.packs()
 
     def pack(self, tensor: Tensor) -> object:
         with self.recorder.untracked():
-            found = self.recorder.closure([tensor])
-            if isinstance(found, Refused):
-                if "no operator of this tape" not in found.reason:
-                    self.refused.append(found.reason)
-                return tensor
-            if not self.recorder.verify(found, [tensor]):
-                self.untrue.append(found)
-                return tensor
+            whole = (tensor if tensor._base is None else tensor._base).detach()
+            dropped = self._dropped(whole) if is_whole(whole) else None
+            return tensor if dropped is None else (dropped, Form.of(tensor))
+
+    def _dropped(self, whole: Tensor) -> Dropped | None:
+        found, dropped = self._packs.find(whole, self.recorder.settings(), lambda storage: True), None
+        if found is None:
+            self.refused += storage_of(whole) not in self._before
+        elif has_the_bits_of(Dropped(found).get(), whole):
             self.made.append(found)
-            return Dropped(found)
+            dropped = Dropped(found)
+        else:
+            self.untrue.append(found)
+        if self.notes:
+            if dropped is None:
+                self._kept.append(Kept(whole))
+            self._packs.note(whole, dropped or self._kept[-1], "")
+        return dropped
 
     def unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        assert isinstance(packed, Dropped)
+        assert isinstance(packed, tuple)
+        dropped, form = packed
         self.runs += 1
-        return packed.get()
+        with self.recorder.untracked():
+            made: Tensor = form.on(dropped.get().untyped_storage())
+        return made
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)

@@ -24,4 +24,4 @@ def recorder(built: Recorder) -> Iterator[Recorder]:
     """The same; a test that fails in the middle leaves no record behind."""
     yield built
     if built.is_recording:
-        built.end()
+        built.stop()

@@ -106,6 +106,23 @@ def test_there_is_none_for_a_part_of_a_storage_nor_begins_any_with_one(recording
     assert found is not None and found.inputs == ()
 
 
+def test_of_what_was_packed_of_a_part_the_rest_is_copied_before_it_is_written(recording: Recorder, x: Tensor) -> None:
+    """Nobody says that the rest stays as it is: the graph knows of the part alone."""
+    packs, settings = recording.packs(), recording.settings()
+    most = x[16:]
+    packs.note(most, _ := Packed(), "net:0")
+    y, before = x.sin(), x.clone()
+    found = packs.find(y, settings, lambda storage: True)
+    assert found is not None and len(found.inputs) == 1
+    assert torch.equal(*found.make([before[16:]]), y)
+    x[:16].zero_()
+    assert torch.equal(*found.make([most]), y), "it has a copy by now, wherever what was packed is"
+    packs.note(most, _ := Packed(), "net:0")
+    z = x.cos()
+    x[:16].add_(1)
+    assert packs.find(z, settings, lambda storage: True) is None, "nobody has what was there"
+
+
 def test_nothing_is_found_once_the_record_is_over(recorder: Recorder) -> None:
     x = torch.randn(1024)
     recorder.begin()

@@ -5,14 +5,23 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.migrator.tape.records import in_another_thread
-from torch_tiers.migrator.tape.closure import Closure, Differs, Refused, Stops
+from tests.unit.migrator.tape.records import (
+    Form,
+    Packed,
+    bytes_of,
+    has_the_bits_of,
+    in_another_thread,
+    is_whole,
+    snapshot,
+    storage_of,
+)
+from torch_tiers.migrator.tape.closure import Bound, Differs
 from torch_tiers.migrator.tape.recorder import Recorder
 
 Pool = list[Tensor]
@@ -194,17 +203,22 @@ MAKES: tuple[tuple[Make, int], ...] = (
 )
 
 
-def snapshot(tensor: Tensor) -> Tensor:
-    """A copy on a storage of its own of the same size."""
-    storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+class Elsewhere:
+    """Stands for a tensor whose storage is copied somewhere into other memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = bytes_of(tensor)
+        room = torch.zeros(storage.numel() + 600, dtype=torch.uint8)
+        begin = -room.data_ptr() % 256 + 256
+        room[begin : begin + storage.numel()] = storage
+        form = Form.of(tensor)
+        self.value = replace(form, offset=begin // tensor.itemsize + form.offset).on(room.untyped_storage())
 
 
 @dataclass
-class PlannedIteration:
-    closure: Closure
+class Found:
+    closure: Bound
     originals: list[Tensor]
-    leaves: list[Tensor | None]
 
 
 class Trial:
@@ -215,13 +229,14 @@ class Trial:
         self.rng = rng
         self.counts = counts
         self.pool: Pool = [torch.randn(4, 4), torch.randn(4, 4).double(), torch.randn(3, 4)]
-        self.made: list[PlannedIteration] = []
-        self.promised: dict[tuple[int, int], Tensor] = {}
-        self.stops: Stops | None = None
+        self.fixed = {storage_of(each) for each in self.pool} if rng.random() < 0.5 else None  # None: all there is
+        self.made: list[Found] = []
+        self.packed: list[Packed | Elsewhere] = []
+        self.is_over = False
 
     def run(self) -> None:
-        self.recorder.begin(states=True)
-        self.stops = self.recorder.stops()
+        self.recorder.begin()
+        self.packs = self.recorder.packs()
         makes, weights = zip(*MAKES, strict=True)
         for _ in range(40):
             try:
@@ -229,60 +244,59 @@ class Trial:
             except (RuntimeError, IndexError):
                 made = []  # it raised in the middle
             self.pool += made if isinstance(made, list) else [made]
-            if self.rng.random() < 0.3:
+            if self.rng.random() < 0.5:
                 with self.recorder.untracked():
                     self.look()
-        tape = self.recorder.end()
-        assert tape is not None and tape.broken is None
-        targets = [pick(self.rng, self.pool)]
-        self.note(tape.closure(targets), [snapshot(each) for each in targets])
+        assert self.recorder.listed() is not None
+        self.recorder.stop()
+        self.is_over = True
         for each in self.made:
             self.check(each)
 
     def look(self) -> None:
-        assert self.stops is not None
         which = self.rng.random()
         if which < 0.3:
-            promised = pick(self.rng, self.pool)
-            if (key := self.stops.add(promised)) is not None:
-                self.promised[key] = self.bytes_of(promised)
+            tensor = pick(self.rng, self.pool)
+            self.packed.append(self.rng.choice([Packed, Elsewhere])(tensor))
+            self.packs.note(tensor, self.packed[-1], str(len(self.packed)))
         elif which < 0.85:
-            targets = [pick(self.rng, self.pool) for _ in range(self.rng.randrange(1, 4))]
-            originals = [snapshot(each) for each in targets]
-            self.note(self.recorder.closure(targets, self.rng.choice([None, self.stops])), originals)
+            tensor = pick(self.rng, self.pool)
+            whole = tensor if tensor._base is None else tensor._base
+            if is_whole(whole):
+                self.find(whole)
         elif self.made:
             self.check(self.rng.choice(self.made))
 
-    def note(self, found: Closure | Refused, originals: list[Tensor]) -> None:
-        self.counts["refused" if isinstance(found, Refused) else "found"] += 1
-        if isinstance(found, Refused):
-            self.counts[f"refused: {found.reason.partition(': ')[2] or found.reason}"] += 1
-        if isinstance(found, Closure):
-            held = [self.promised.get((each.storage, each.state)) for each in found.leaves]
-            self.made.append(PlannedIteration(found, originals, held))
+    def find(self, target: Tensor) -> None:
+        found = self.packs.find(
+            target, self.recorder.settings(), lambda storage: self.fixed is None or storage in self.fixed
+        )
+        self.counts["refused" if found is None else "found"] += 1
+        if found is None:
+            return
+        self.counts["begins with what was packed"] += bool(found.inputs)
+        originals = [snapshot(target)]
+        for before in self.made:
+            if before.closure.last == found.last and found.also(before.closure):
+                self.counts["joined"] += 1
+                originals = [*before.originals, *originals]
+                break
+        self.made.append(Found(found, originals))
 
-    def check(self, made: PlannedIteration) -> None:
+    def check(self, made: Found) -> None:
         """Each run makes the same, or raises."""
         before = torch.get_rng_state()
-        leaves = None if self.rng.random() < 0.5 else made.leaves
         try:
-            found = made.closure.run(leaves, poison=self.rng.choice([None, 0x3F]))
+            found = made.closure.make([each.value for each in made.closure.inputs])
         except Differs as differs:
             self.counts[str(differs)] += 1
-            assert made.closure.is_stale or "was released" in str(differs), differs
+            assert made.closure.is_stale, differs
             found = []
         self.counts["made"] += bool(found)
+        self.counts["made after the record"] += bool(found) and self.is_over
         assert torch.equal(torch.get_rng_state(), before)
         for one, other in zip(found, made.originals, strict=bool(found)):
-            assert self.recorder._native.is_same(one, other), made.closure.names
-
-    def bytes_of(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage().clone()
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        room = torch.zeros(whole.numel() + 600, dtype=torch.uint8)
-        begin = -room.data_ptr() % 256 + 256
-        room[begin : begin + whole.numel()] = whole
-        return room[begin : begin + whole.numel()]
+            assert has_the_bits_of(one, other), made.closure.names
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -290,9 +304,7 @@ def test_random_program_s_values_are_made_again_or_refused(recorder: Recorder, s
     rng = random.Random(seed)
     torch.manual_seed(seed)
     counts: Counter[str] = Counter()
-    for _ in range(150):
+    for _ in range(300):
         Trial(recorder, rng, counts).run()
-        if recorder.is_recording:
-            recorder.end()
     print(counts)
-    assert counts["made"] > 200
+    assert counts["made after the record"] > 500 and counts["begins with what was packed"] > 150
