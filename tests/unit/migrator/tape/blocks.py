@@ -65,7 +65,8 @@ class Dropping:
     def begin(self) -> None:
         """Record from now on."""
         with warnings.catch_warnings(action="ignore"):  # of modules that are outdated, and looked at
-            self._before = {storage_of(each) for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)}
+            tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        self._before = {storage_of(each) for each in tensors if each.layout is torch.strided}
         self.recorder.begin()
         self._packs = self.recorder.packs()
 
