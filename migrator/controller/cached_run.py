@@ -13,7 +13,7 @@ from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 
-OVERSTATED = 0.2  # of the time learned before: a recorded iteration is late, and never by so much early
+QUICKER = 0.2  # an iteration may be slow by chance, but none is quicker by this share: the cached times are too long
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class CachedRun:
         fits = peak <= max(most, self._target) + int(SETTLED * self._target)
         recomputes = _dropped(in_force.plans) & trace.by_key.keys() <= _obtainable(trace)
         same = (_computing(of) for of in in_force.traces if of.sites == trace.sites)
-        is_quicker = _computing(trace) < (1 - OVERSTATED) * min(same, default=0.0)
+        is_quicker = 0 < _computing(trace) < (1 - QUICKER) * min(same, default=0.0)  # 0: it was not measured
         return Verification(differs=is_quicker or not (fits and recomputes), completes=self._unseen)
 
     def store(self, in_force: PlansInForce, feedback: Feedback, static: Callable[[], int]) -> bool:

@@ -311,7 +311,7 @@ class Engine:
         self.collect()
         self.iteration_time = self.compute.settle()
         peak = self.compute.peak(self._peak)
-        self.hbm.stayed = 0
+        self.hbm.stayed = self.hbm.used_up = 0
         self.hbm.resident = self._peak = sum(group.counted for group in self._in_hbm)
         self._transport.log.iteration_over(self, peak, self.hbm.resident)
         return peak

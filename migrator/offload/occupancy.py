@@ -10,8 +10,8 @@ from torch_tiers.migrator.planner.paces import Pace
 class Occupancy(Protocol):
     """What the engine of a device counts with each tensor that is saved or asked for; it is in C++.
 
-    No method takes a lock. If two threads meet here, counts are of both, and so is the time at which groups leave or
-    come back.
+    The methods take no lock. If two threads count at once an update may be lost: then groups leave or come back at
+    another time, until the iteration ends and bytes are counted anew.
 
     Attributes
     ----------

@@ -17,6 +17,8 @@ Change = tuple[int, str, int]
 class Pace(NamedTuple):
     """When a site comes in the plan's iteration, and what its room is from there on.
 
+    `saved/native/occupancy.h` reads the fields by their order.
+
     Attributes
     ----------
     birth, use : int

@@ -127,7 +127,7 @@ class Losses:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_compiling():
-            self._step += self._optimizers.stepped(optimizer)
+            self._step += self._optimizers.stepped(optimizer).leads
 
     @staticmethod
     def _keep_dynamo_out(backward: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -15,6 +16,22 @@ FEW = 8  # optimizers, of which any may be a period's last; of more only the fir
 _HOST = torch.device("cpu")
 
 
+class Stepped(NamedTuple):
+    """What a step of an optimizer is to the program.
+
+    Attributes
+    ----------
+    leads : bool
+        Whether the optimizer leads; see `Optimizers`.
+    counts : bool
+        Whether it is one more step of the program. A step within another optimizer's is not, nor is one within
+        backward, unless the optimizer leads: there may be one for each parameter.
+    """
+
+    leads: bool
+    counts: bool
+
+
 class Optimizers:
     """Every optimizer that has stepped, as long as it lives. Steps of the one that leads end the allocator's periods.
 
@@ -24,15 +41,11 @@ class Optimizers:
     ----------
     period_due : bool
         Whether the leader has stepped since a period began. Before the first step, too, one begins.
-    counts : bool
-        Whether the last one made a step of its own: none is what one made within backward that does not lead, as there
-        may be one for each parameter, or one that had another make it, as a container does.
     """
 
     def __init__(self) -> None:
         self.period_due = True
-        self.counts = True
-        self._here = threading.local()  # whether no step has ended since the last one began
+        self._of_thread = threading.local()  # `under_way`: those that have begun a step, the outermost first
         self._state = WeakIdKeyDictionary()  # bytes, by optimizer, which may compare as it likes
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._followed = 0  # steps of others since the leader's last
@@ -54,18 +67,27 @@ class Optimizers:
         """Count gradients and state of an optimizer, perhaps anew."""
         self._state[optimizer] = weights.bytes_on(_HOST, weights.of_optimizer(optimizer))
 
-    def stepping(self) -> None:
-        """An optimizer begins a step, perhaps within another's."""
-        self._here.alone = True
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step, perhaps within another's, as a container has others make them."""
+        self._of_thread.under_way = [*self._around(optimizer), weakref.ref(optimizer)]
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer has made a step; whether it leads."""
+    def stepped(self, optimizer: torch.optim.Optimizer) -> Stepped:
+        """An optimizer has made a step."""
         leader = self._leader and self._leader()
         self._followed = 0 if leader is None or leader is optimizer else self._followed + 1
         if leader is None or self._followed > LEADERLESS:
             leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
         leads = leader is optimizer
         self.period_due |= leads
-        alone, self._here.alone = getattr(self._here, "alone", True), False
-        self.counts = leads or (alone and torch._C._current_graph_task_id() == -1)
-        return leads
+        around = self._of_thread.under_way = self._around(optimizer)
+        return Stepped(leads, not around and (leads or torch._C._current_graph_task_id() == -1))
+
+    def _around(self, optimizer: torch.optim.Optimizer) -> list[weakref.ref[torch.optim.Optimizer]]:
+        """Return those in whose steps that of this one is; what an exception has left is forgotten with its next."""
+        around = list[weakref.ref[torch.optim.Optimizer]]()
+        for ref in getattr(self._of_thread, "under_way", ()):
+            if (other := ref()) is optimizer:
+                break
+            if other is not None:
+                around.append(ref)
+        return around

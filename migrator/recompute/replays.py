@@ -1,7 +1,7 @@
 """Replays: recomputations of saved tensors by the operators that made them, from other saved tensors.
 
-While a forward is recorded on the tape, each saved tensor is a value there. A replay is found by walking back from a
-tensor to others that were saved, and to values that no operator of this forward made, such as parameters.
+While the operators of a forward are recorded, each saved tensor is a value among theirs. A replay is found by walking
+back from a tensor to others that were saved, and to values that no operator of this forward made, such as parameters.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Known(Protocol):
     saved : Saved or None
         Its place in a group, if it moves.
     operation : int
-        The operation that saved what the bytes were taken for, if others may not share them; see `saved.parts`.
+        The operation that saved the tensor for which the copy was taken; `ANY` of `saved.parts` if any may share it.
     made : weak reference or None
         Its recomputation, if it is dropped.
     """

@@ -50,8 +50,8 @@ class Device:
     beside : int
         Bytes of it outside of PyTorch's allocator: staging slots of the direct path.
     holes : int
-        Bytes of the rest that plans may not count on: segments of PyTorch's allocator that existed before, and are in
-        use in part.
+        Bytes of the rest that plans may not count on: segments of PyTorch's allocator that are in use in part, since
+        before the budget was known.
     direct : Direct or None
         The path to NVMe past host memory.
     links : Links
@@ -213,8 +213,8 @@ class Devices:
                 shared.log.budget = budget
             shared = replace(shared, budget=budget, provisional=False)
             if device.type == "cuda" and pages is None:
-                # This also frees what the first steps reserved, which would stay until the limit is met.
-                shared = replace(shared, holes=holes(device))
+                # To look also frees what the first steps reserved, which would stay until the limit is met.
+                shared = replace(shared, holes=max(shared.holes, holes(device)))
                 self._limit(device, shared)
             self.opened[device] = shared
 
@@ -328,9 +328,9 @@ class Devices:
 
 
 def holes(device: torch.device) -> int:
-    """Return the bytes that PyTorch's allocator reserves on a GPU and cannot free, as blocks here and there are in use.
+    """Free what PyTorch's allocator can free; return the bytes that it reserves beyond those in use.
 
-    These are next to none unless segments of fixed size exist already: a session that opens in the middle of a run.
+    These are next to none unless a program has run before: a session that opens in the middle, a share of its need.
     """
     if torch.cuda.is_current_stream_capturing():
         return 0  # nothing may be freed now

@@ -289,7 +289,7 @@ class Runtime:
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer begins a step."""
         self._streaming.stepping()
-        self._optimizers.stepping()
+        self._optimizers.stepping(optimizer)
         self._time.timed(self._set_state, optimizer, True)
 
     def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
@@ -300,10 +300,10 @@ class Runtime:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer has made a step."""
         self._time.timed(self._set_state, optimizer, False)
-        leads = self._optimizers.stepped(optimizer)
+        leads, counts = self._optimizers.stepped(optimizer)
         if leads:
             self._streaming.stepped()
-        self._progress.count_step(leads=leads, counts=self._optimizers.counts)
+        self._progress.count_step(leads=leads, counts=counts)
         # Later only of new ones: there may be one for each parameter.
         if self._progress.steps <= FIRST_STEPS or optimizer not in self._optimizers:
             self._optimizers.count(optimizer)

@@ -24,7 +24,7 @@ from torch_tiers.migrator.saved.device_plans import DevicePlans
 from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
 from torch_tiers.migrator.saved.learning_room import LearningRoom
 from torch_tiers.migrator.saved.packed import Look
-from torch_tiers.migrator.saved.parts import ANY, is_another_stream_s, is_part, may_have_changed, taken_by
+from torch_tiers.migrator.saved.parts import is_part, may_be_outdated, taken_by, was_written_on_another_stream
 from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.streams import Stream
@@ -142,8 +142,8 @@ class Mover:
             if (
                 saved is None
                 or saved.group.state is State.GONE
-                or is_another_stream_s(saved, tensor, stream)
-                or (known.operation != ANY and may_have_changed(known, saved))
+                or was_written_on_another_stream(saved, tensor, stream)
+                or may_be_outdated(tensor, known, saved)
             ):
                 for waiting in tuple(self._held_back):
                     self._offload_unforeseen(waiting)

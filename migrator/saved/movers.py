@@ -119,6 +119,11 @@ class Movers:
         for recorder in self._recorders:
             recorder.arrive(outside=outside)
 
+    def depart(self) -> None:
+        """Count host time as the program's again: a hook is over, whatever it has recorded."""
+        for recorder in self._recorders:
+            recorder.depart()
+
     @contextmanager
     def between(self) -> Iterator[None]:
         """Do work in this scope whose host time is not the program's, and which is not recorded."""

@@ -218,7 +218,11 @@ class Saver(OnStack):
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
         if self.place.recording:
-            return self._pack_recorded(tensor, node, number, action)
+            self.movers.arrive()
+            try:
+                return self._pack_recorded(tensor, node, number, action)
+            finally:
+                self.movers.depart()
         _count(action)
         packed: Packed
         if action is not None and action.stays:
@@ -238,7 +242,6 @@ class Saver(OnStack):
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack a tensor while the iteration is recorded: record it, and have a recomputation of it tried."""
         packed: Packed
-        self.movers.arrive()
         _count(action)
         key = f"{node.path}:{number}"
         if isinstance(action, Stay):
@@ -256,8 +259,15 @@ class Saver(OnStack):
         """Return the tensor that backward needs, in HBM and bit for bit as it was saved."""
         if self._forks != _forks:
             return in_a_fork(packed)
-        if self.place.recording:
-            self.movers.arrive(outside=not self.place.in_backward)
+        if not self.place.recording:
+            return self._unpack(packed)
+        self.movers.arrive(outside=not self.place.in_backward)
+        try:
+            return self._unpack(packed)
+        finally:
+            self.movers.depart()
+
+    def _unpack(self, packed: Packed) -> Tensor:
         if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:

@@ -76,7 +76,8 @@ def check(recorder: Records) -> None:
             listing = Listing()
             with listing:
                 _program()
-            recorder.begin()
+            if not recorder.begin():
+                raise Untrue("operators are recorded already")
             try:
                 found = _program()
                 recorded = recorder.listed()
@@ -85,7 +86,7 @@ def check(recorder: Records) -> None:
     except RuntimeError as error:
         raise Untrue(f"operators cannot be recorded: {error}") from error
     if recorded is None:
-        raise Untrue("operators cannot be recorded")
+        raise Untrue("operators cannot be recorded: what one was given or returned could not be read")
     calls, expected_calls = comparable(recorded), comparable(listing.calls)
     if calls != expected_calls:
         raise Untrue(f"operators are not recorded as they run: {_first_difference(calls, expected_calls)}")

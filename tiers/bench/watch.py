@@ -57,16 +57,15 @@ class Watch:
         self._count = 0
         self._marks: deque[tuple[float, Any]] = deque(maxlen=KEPT)
 
-    def stepping(self, *_: object) -> None:
+    def stepping(self, optimizer: Any, *_: object) -> None:
         """A step begins."""
-        self._optimizers.stepping()
+        self._optimizers.stepping(optimizer)
 
     def step(self, optimizer: Any, *_: object) -> None:
         """A step has ended."""
         import torch
 
-        self._optimizers.stepped(optimizer)
-        if not self._optimizers.counts:
+        if not self._optimizers.stepped(optimizer).counts:
             return
         event = None
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():

@@ -170,7 +170,7 @@ def _time(answer: Answer) -> Iterator[str]:
     else:
         yield f"an iteration took {_ms(measured)} as measured, and {_ms(predicted)} as predicted; {_told(answer)}"
     if answer.without_gpu:
-        yield f"besides, without a GPU torch-tiers takes {WITHOUT_GPU} as long as the plain program, at any budget"
+        yield f"without a GPU a program usually takes {WITHOUT_GPU} as long under torch-tiers, whatever the budget"
 
 
 def _told(answer: Answer) -> str:

@@ -1,8 +1,8 @@
 // What an engine counts with each tensor that is saved or asked for: the bytes in HBM, the room for them, and how far
 // the plan's iteration has come. `offload/occupancy.py` says what Python sees of it.
 //
-// A model saves a thousand tensors in a step. To call the engine for each took the host as long as all else that a
-// tensor needs which stays; so it is called where it has something to do.
+// A model saves a thousand tensors in a step. Where the engine was called for each, a tensor that stays took the host
+// twice as long. So the engine is called only where it has something to do.
 #pragma once
 
 #include <structmember.h>
@@ -12,6 +12,8 @@
 #include "slots.h"
 
 namespace {
+
+enum PaceField { kBirth, kUse, kFromBirth, kFromUse, kPaceFields };  // of `planner/paces.py`
 
 struct Occupancy {
   PyObject_HEAD
@@ -35,21 +37,21 @@ struct Occupancy {
   bool enter(long long nbytes, PyObject *pace) {
     bool changed = nbytes != 0;
     if (pace != Py_None) {
-      position = number(PyTuple_GET_ITEM(pace, 0));
-      changed |= narrow(PyTuple_GET_ITEM(pace, 2));
+      position = number(field(pace, kBirth));
+      changed |= narrow(field(pace, kFromBirth));
     }
     stayed += nbytes;
     resident += nbytes;
-    return changed && resident > limit && PyObject_Size(leaving) > 0;
+    return changed && resident > limit && are_any(leaving);
   }
 
   // Bytes leave it, as backward has asked for a site of the plan, if there is one. Whether groups may come back.
   bool leave(long long nbytes, PyObject *pace) {
     bool changed = nbytes != 0;
     // Else it is asked for again, or not in the plan's order.
-    if (pace != Py_None && number(PyTuple_GET_ITEM(pace, 1)) > position) {
-      position = number(PyTuple_GET_ITEM(pace, 1));
-      narrow(PyTuple_GET_ITEM(pace, 3));
+    if (pace != Py_None && number(field(pace, kUse)) > position) {
+      position = number(field(pace, kUse));
+      narrow(field(pace, kFromUse));
       changed = true;
     }
     // What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
@@ -57,13 +59,24 @@ struct Occupancy {
     stayed -= nbytes;
     resident -= nbytes;
     used_up += nbytes;
-    return changed && PyObject_Size(order) > 0;
+    return changed && are_any(order);
   }
 
   bool narrow(PyObject *room) {
     if (room == Py_None) return false;
     limit = number(room);
     return true;
+  }
+
+  static PyObject *field(PyObject *pace, PaceField which) {
+    TORCH_CHECK_TYPE(PyTuple_Check(pace) && PyTuple_GET_SIZE(pace) == kPaceFields, "a Pace is wanted");
+    return PyTuple_GET_ITEM(pace, which);
+  }
+
+  static bool are_any(PyObject *groups) {
+    const Py_ssize_t size = PyObject_Size(groups);
+    if (size < 0) throw python_error();
+    return size > 0;
   }
 
   static long long number(PyObject *object) {
@@ -117,8 +130,9 @@ THPObjectPtr engine_of(PyObject *mover) {
   return engine;
 }
 
+// Count, and have the engine do what there is to do.
 template <bool (Occupancy::*count)(long long, PyObject *)>
-void tell(PyObject *engine, long long nbytes, PyObject *pace, PyObject *to_do) {
+void count_for(PyObject *engine, long long nbytes, PyObject *pace, PyObject *to_do) {
   THPObjectPtr hbm(PyObject_GetAttr(engine, names().hbm));
   if (!hbm) throw python_error();
   TORCH_CHECK_TYPE(Py_TYPE(hbm.get()) == &occupancy_type, "an engine has an Occupancy");
@@ -128,11 +142,11 @@ void tell(PyObject *engine, long long nbytes, PyObject *pace, PyObject *to_do) {
 
 // `Engine.enter` and `Engine.leave`.
 void enter(PyObject *engine, PyObject *nbytes, PyObject *pace = Py_None) {
-  tell<&Occupancy::enter>(engine, Occupancy::number(nbytes), pace, names().relieve);
+  count_for<&Occupancy::enter>(engine, Occupancy::number(nbytes), pace, names().relieve);
 }
 
 void leave(PyObject *engine, PyObject *nbytes, PyObject *pace = Py_None) {
-  tell<&Occupancy::leave>(engine, Occupancy::number(nbytes), pace, names().prefetch);
+  count_for<&Occupancy::leave>(engine, Occupancy::number(nbytes), pace, names().prefetch);
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ struct Closure {
   int32_t slots = 0;
   c10::Device device{c10::DeviceType::CPU};
   int64_t stream = 0;
-  uint32_t settings = 0;
+  uint32_t settings = kAnySettings;
   uint8_t threads = 0;  // that the host computes with, if it does; 0: it does not
   uint64_t signature = 0;
 };

@@ -33,9 +33,9 @@ struct Effects {
   // Kernels of others may bump a version as often as they like.
   bool counts_versions = false;
   Waits waits = Waits::kNever;
-  bool lifts = false;  // makes a tensor of the program's of what Python's numbers became
-  int device = -1, non_blocking = -1, generator = -1;  // where these arguments are; -1: there is none
-  int training = -1;                                   // of those that write for no other reason
+  bool lifts = false;                     // makes a tensor of the program's of what Python's numbers became
+  int non_blocking = -1, generator = -1;  // where these arguments are; -1: there is none
+  int training = -1;                      // of those that write for no other reason
 
   // Whether the bytes of an argument's tensors change where it is called with these.
   bool is_written(const c10::IValue *given, size_t index) const {
@@ -132,7 +132,6 @@ Effects effects_of(const c10::OperatorHandle &op) {
         (alias && alias->isWrite() && !writes_nothing) || is_statistics || is_received(base, argument);
     effects.writes |= effects.written[index];
     if (keeps_statistics && argument.name() == "training") effects.training = int(index);
-    if (argument.name() == "device") effects.device = int(index);
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);
     if (argument.type()->str().find("Generator") != std::string::npos) effects.generator = int(index);
   }

@@ -31,8 +31,6 @@ class Keys {
     slots_[slot] = {key, value};
   }
 
-  bool empty() const { return size_ == 0; }
-
   void reserve(size_t count) {
     while (2 * (count + 1) > slots_.size()) grow();
   }

@@ -151,6 +151,7 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!found) return none();
     Object capsule = capsule_of(std::move(found));
     Closure &closure = closure_of(capsule.get());
+    if (closure.settings == kAnySettings) closure.settings = uint32_t(integer_of(args[2]));
     if (int64_t(closure.settings) != integer_of(args[2])) return none();
     std::vector<Object> inputs, keys;
     closure.places.resize(closure.leaves.size());

@@ -37,7 +37,6 @@ struct Form {
   uint64_t nbytes() const { return at[2]; }  // of the storage
   c10::IntArrayRef sizes() const { return {reinterpret_cast<const int64_t *>(at + 3), dims()}; }
   c10::IntArrayRef strides() const { return {reinterpret_cast<const int64_t *>(at + 3) + dims(), dims()}; }
-  size_t words() const { return 3 + 2 * dims(); }
 
   // The bytes of the storage from its first element to its last one's end.
   std::pair<uint64_t, uint64_t> span() const {

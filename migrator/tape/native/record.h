@@ -69,15 +69,17 @@ struct Use {
 
 constexpr uint32_t kNoStorage = UINT32_MAX, kNoVersion = UINT32_MAX;
 
+constexpr uint32_t kAnySettings = UINT32_MAX;  // of what does not heed them
+
 struct Call {
   StepPointer step;
   uint32_t inputs = 0, outputs = 0;  // where its uses begin
   uint32_t thread = 0;
   int64_t stream = 0;
   bool waits = false;
-  bool grad = false;      // whether gradients were on: some kernels look
-  uint8_t threads = 1;    // that the host computes with
-  uint32_t settings = 0;  // of PyTorch
+  bool grad = false;                 // whether gradients were on: some kernels look
+  uint8_t threads = 1;               // that the host computes with
+  uint32_t settings = kAnySettings;  // of PyTorch
 };
 
 const void *counter_of(const c10::VariableVersion &version) {
@@ -152,8 +154,6 @@ class Storages {
 
   Stored &operator[](uint32_t index) { return all_[index]; }
   const Stored &operator[](uint32_t index) const { return all_[index]; }
-  std::vector<Stored> &all() { return all_; }
-  const std::vector<Stored> &all() const { return all_; }
   std::unordered_map<uint32_t, std::vector<Other>> others;
 
  private:

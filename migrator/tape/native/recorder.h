@@ -51,7 +51,6 @@ class Recorder {
     thread_ = this_thread();
     states_.begin(*record_);
     steps_.begin();
-    settings_ = settings();
     ++number_;
     recording = true;
     return true;
@@ -267,8 +266,7 @@ class Recorder {
     if (effects.lifts) note_constant(stack, uses);
     call.grad = c10::GradMode::is_enabled();
     call.threads = threads();
-    if (effects.heeds_settings) settings_ = settings();  // it takes as long as half of the rest
-    call.settings = settings_;
+    if (effects.heeds_settings) call.settings = settings();  // to ask takes as long as half of the rest
     record_->calls.push_back(std::move(call));
   }
 
@@ -346,7 +344,6 @@ class Recorder {
   std::unique_ptr<Record> record_;
   std::atomic<uint32_t> thread_ = UINT32_MAX;
   uint64_t number_ = 0;
-  uint32_t settings_ = 0;  // of PyTorch, as they were when it was last asked for them
   Table table_;
   States states_;
   Steps steps_;

@@ -139,8 +139,8 @@ class Search {
 
   // All of a closure ran on one stream of one device, and with the same settings.
   void place(const Call &call, const Recipe &recipe) {
-    if (made_->calls.empty()) made_->settings = call.settings;
-    if (made_->settings != call.settings) throw Refused();
+    if (made_->settings == kAnySettings) made_->settings = call.settings;
+    if (call.settings != kAnySettings && call.settings != made_->settings) throw Refused();
     if (recipe.device.is_cpu()) {
       if (made_->threads == 0) made_->threads = call.threads;
       if (made_->threads != call.threads) throw Refused();

@@ -79,7 +79,6 @@ class Written {
 class Unset {
  public:
   bool empty() const { return slots_.empty(); }
-  void clear() { slots_.clear(); }
 
   void begin(int32_t slot) { slots_[slot] = Written(); }
 

@@ -80,7 +80,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
     try {
       const at::Tensor copy = bytes_of({c10::Storage(std::move(storage)), 0, nbytes}).clone();
       std::lock_guard lock(mutex_);
-      copies_[index] = copy.storage();
+      copies_.try_emplace(index, copy.storage());  // that of whoever was first: it may have written since
     } catch (const c10::Error &) {
     }
   }

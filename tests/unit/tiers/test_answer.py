@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.planning.answer import Answer, answer_of, in_short, render
+from torch_tiers.planning.answer import WITHOUT_GPU, Answer, answer_of, in_short, render
 from torch_tiers.planning.why import why
 
+ROOT = Path(__file__).parents[3]
 MODEL = gpt(blocks=6)
 PLAN = POLICIES["auto"](MODEL, 8 * GiB, PCIE_GEN5)
 RESULT = simulate(MODEL, PCIE_GEN5, PLAN)
@@ -106,8 +108,9 @@ def test_the_bound_is_of_an_iteration_where_a_step_has_several() -> None:
 
 
 def test_without_a_gpu_it_says_that_the_plain_program_is_faster() -> None:
-    assert "plain program" in text(replace(answered(1.0), without_gpu=True))
-    assert "plain program" not in text(answered(1.0))
+    assert f"takes {WITHOUT_GPU} as long" in text(replace(answered(1.0), without_gpu=True))
+    assert WITHOUT_GPU not in text(answered(1.0))
+    assert f"Steps take {WITHOUT_GPU} as long" in (ROOT / "docs/limits.md").read_text()
 
 
 def test_the_answer_has_few_lines() -> None:

@@ -26,7 +26,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 def test_the_first_that_steps_leads() -> None:
     known, first, other = Optimizers(), optimizer(), optimizer()
-    assert [known.stepped(one) for one in (first, other, first, other)] == [True, False, True, False]
+    assert [known.stepped(one).leads for one in (first, other, first, other)] == [True, False, True, False]
 
 
 def test_a_period_is_due_at_the_begin_and_after_each_step_of_the_leader() -> None:
@@ -45,15 +45,15 @@ def test_when_the_leader_is_gone_the_next_that_steps_leads() -> None:
     known.stepped(first)
     del first
     gc.collect()  # its hooks refer to it
-    assert known.stepped(other)
+    assert known.stepped(other).leads
 
 
 def test_a_leader_that_steps_no_more_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "LEADERLESS", 3)
     known, first, other = Optimizers(), optimizer(), optimizer()
     known.stepped(first)
-    assert [known.stepped(other) for _ in range(5)] == [False, False, False, True, True]
-    assert not known.stepped(first)
+    assert [known.stepped(other).leads for _ in range(5)] == [False, False, False, True, True]
+    assert not known.stepped(first).leads
 
 
 def test_gradients_and_state_of_those_that_live_are_counted() -> None:
@@ -84,17 +84,18 @@ class Container(torch.optim.Optimizer):
     """Makes the steps of others, as that of torchtitan does, and is an optimizer itself."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.inner = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model.children()]
         super().__init__(model.parameters(), {})
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        self.inner.step()
+        for inner in self.inner:
+            inner.step()
 
 
 @pytest.mark.parametrize("kind", ["one", "container", "one for each parameter, within backward"])
 def test_a_step_is_counted_once_whatever_number_of_optimizers_makes_it(kind: str, tmp_path: Path) -> None:
     """By the runtime, and by `tiers bench`, which watches the plain program, too."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 64)))
     each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     one = Container(model) if kind == "container" else torch.optim.SGD(model.parameters(), lr=0.1)
     if kind.endswith("backward"):
@@ -112,6 +113,20 @@ def test_a_step_is_counted_once_whatever_number_of_optimizers_makes_it(kind: str
     watch.write()
     (written,) = tmp_path.iterdir()
     assert session.stats()["steps"] == json.loads(written.read_text())["steps"] == 4
+
+
+def test_a_step_counts_after_one_that_an_exception_has_left() -> None:
+    known, outer, inner = Optimizers(), optimizer(), optimizer()
+    known.stepping(outer)
+    known.stepping(inner)  # which raises
+    known.stepping(outer)
+    known.stepping(inner)
+    assert not known.stepped(inner).counts and known.stepped(outer).counts
+    known.stepping(outer)  # and this one
+    del outer
+    gc.collect()
+    known.stepping(inner)
+    assert known.stepped(inner).counts
 
 
 def test_what_a_second_optimizer_takes_is_the_periods_and_what_an_evaluation_takes_is_not(
@@ -149,7 +164,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_where_optimizers_step_in_backward_no_peak_of_theirs_is_dropped(told: list[str]) -> None:
     """The period is over when the next forward begins: what was in use is read after that, and was all of it."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 64)))
     each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     for parameter in each:
         parameter.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,20 @@ def look(model: nn.Module, times: int) -> Tensor:
     for _ in range(times):
         out: Tensor = model(X)
     return out
+
+
+def test_the_program_s_time_goes_on_after_somebody_has_looked_at_what_a_node_saved(
+    session: Session, model: nn.Module
+) -> None:
+    train(model, 1)  # not recorded, as its first forward makes what is made at first use
+    saver_of(session).wake()
+    out = model(X)
+    assert saver_of(session).place.recording
+    assert torch.equal(out.grad_fn._saved_mat1, out.grad_fn._saved_mat1)  # type: ignore[union-attr]
+    time.sleep(0.3)
+    out.square().mean().backward()
+    train(model, 2)
+    assert max(trace.seconds for trace in mover_of(session).learner.traces) > 0.25
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
