@@ -38,7 +38,7 @@ class Answer:
         Bytes of `needs` that are of state and weights which lay in DRAM at the end.
     share : str or None
         What the budget was of what the program needed at its first plan, if it was set so: ``60%``.
-    most : tuple of float or None
+    most_took : tuple of float or None
         Seconds that nine of ten iterations under the last plan lay between; None of too few.
     without_gpu : bool
         Host memory played the GPU's.
@@ -53,21 +53,21 @@ class Answer:
     varies: bool
     demoted: int = 0
     share: str | None = None
-    most: tuple[float, float] | None = None
+    most_took: tuple[float, float] | None = None
     without_gpu: bool = False
 
     @property
-    def off(self) -> tuple[float, float] | None:
+    def of_predicted(self) -> tuple[float, float] | None:
         """How many times what was predicted nine of ten iterations took, at least and at most; None of too few."""
-        if self.most is None or not self.predicted:
+        if self.most_took is None or not self.predicted:
             return None
-        low, high = self.most
+        low, high = self.most_took
         return low / self.predicted, high / self.predicted
 
     @property
     def error(self) -> float | None:
         """By what part of the prediction nine of ten iterations were off, at most; None of too few."""
-        return None if self.off is None else max(abs(times - 1) for times in self.off)
+        return None if self.of_predicted is None else max(abs(times - 1) for times in self.of_predicted)
 
     @property
     def times_as_long(self) -> float | None:
@@ -127,7 +127,7 @@ def in_short(answer: Answer) -> str:
     times = answer.times_as_long
     if times is None:
         return f"{text}; what the budget costs cannot be told"
-    good = "" if answer.off is None else f" ({_told(answer)})"
+    good = "" if answer.of_predicted is None else f" ({_told(answer)})"
     return f"{text}, and took {times:.2f} times as long as is predicted with all of that memory{good}"
 
 
@@ -175,11 +175,11 @@ def _time(answer: Answer) -> Iterator[str]:
 
 def _told(answer: Answer) -> str:
     """How good predictions are, as far as the iterations of the run itself tell."""
-    if answer.off is None or answer.error is None:
+    if answer.of_predicted is None or answer.error is None:
         return "there were too few under the last plan to tell how good predictions are"
     if answer.error <= CLOSE:
         return f"nine of ten iterations were within {max(1, math.ceil(100 * answer.error))}% of what was predicted"
-    low, high = answer.off
+    low, high = answer.of_predicted
     return f"nine of ten iterations took {low:.2f} to {high:.2f} times what was predicted"
 
 

@@ -76,7 +76,7 @@ def test_where_too_much_was_predicted_the_ideal_is_too_much_as_well() -> None:
 def under_plan(low: float, high: float) -> Answer:
     """Nine of ten iterations take so many times what is predicted, the median one as long."""
     seconds = RESULT.seconds
-    return replace(answered(seconds), most=(low * seconds, high * seconds))
+    return replace(answered(seconds), most_took=(low * seconds, high * seconds))
 
 
 def test_it_tells_within_what_bound_of_the_prediction_iterations_were() -> None:
@@ -102,9 +102,9 @@ def test_the_bound_is_of_an_iteration_where_a_step_has_several() -> None:
     settled = {"median": 4 * RESULT.seconds, "low": 3.6 * RESULT.seconds, "high": 4 * RESULT.seconds, "steps": 10}
     stats: dict[str, Any] = {**STATS, "iterations": 40, "step_s": {**STATS["step_s"], "settled": settled}}
     given = answer_of(MODEL, PCIE_GEN5, stats, why(MODEL, PLAN, PCIE_GEN5, stats))
-    assert given.off == (pytest.approx(0.9), pytest.approx(1.0))
+    assert given.of_predicted == (pytest.approx(0.9), pytest.approx(1.0))
     few = {**stats, "step_s": {**STATS["step_s"], "settled": {**settled, "steps": 4}}}
-    assert answer_of(MODEL, PCIE_GEN5, few, why(MODEL, PLAN, PCIE_GEN5, few)).off is None
+    assert answer_of(MODEL, PCIE_GEN5, few, why(MODEL, PLAN, PCIE_GEN5, few)).of_predicted is None
 
 
 def test_without_a_gpu_it_says_that_the_plain_program_is_faster() -> None:
