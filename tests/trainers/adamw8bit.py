@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import bitsandbytes as bnb
-from torch import Tensor
 
-from tests.trainers.small import STEPS, llama, tell, texts
+from tests.trainers.small import llama, train
 
 
 def main() -> None:
     model = llama()
-    optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-3)
-    losses: list[Tensor] = []
-    for tokens in texts(8 * STEPS).split(8):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    tell(losses, model.state_dict())
+    train(model, bnb.optim.AdamW8bit(model.parameters(), lr=1e-3))
 
 
 if __name__ == "__main__":

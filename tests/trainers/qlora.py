@@ -10,9 +10,8 @@ import bitsandbytes as bnb
 import peft
 import torch
 import transformers
-from torch import Tensor
 
-from tests.trainers.small import STEPS, llama, tell, texts
+from tests.trainers.small import llama, train
 
 
 def in_bits(bits: int, folder: str) -> Any:
@@ -37,15 +36,7 @@ def main(folder: str, how: str) -> None:
     )
     adapters = peft.LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear")
     model = peft.get_peft_model(model, adapters).train()
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
-    losses: list[Tensor] = []
-    for tokens in texts(8 * STEPS).split(8):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    tell(losses, model.state_dict())
+    train(model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,18 @@ def examples(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in texts(count)]
 
 
+def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Train as plain PyTorch does, and tell."""
+    losses: list[Tensor] = []
+    for tokens in texts(8 * STEPS).split(8):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    tell(losses, model.state_dict())
+
+
 def tell(losses: Iterable[Tensor | float], weights: Mapping[str, object]) -> None:
     """Print each loss as it is, bit for bit, and a hash of the weights."""
     for loss in losses:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.unit.natively import built
 from torch_tiers.migrator.model.plan import PageGroup
+from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.recording.recorder import Recorder
@@ -40,19 +41,14 @@ class _Compute:
 class _Engine:
     """Remembers what it is told."""
 
+    enter: Any = Engine.enter
+    leave: Any = Engine.leave
+
     def __init__(self) -> None:
         self.compute = _Compute()
         self.told: list[object] = []
         group: Any = object()
         self.hbm = built().Occupancy({group: None}, deque([group]))  # one leaves, and one is to come back
-
-    def enter(self, nbytes: int, pace: Pace | None = None) -> None:
-        if self.hbm.enter(nbytes, pace):
-            self.relieve()
-
-    def leave(self, nbytes: int, pace: Pace | None = None) -> None:
-        if self.hbm.leave(nbytes, pace):
-            self.prefetch()
 
     def relieve(self) -> None:
         self.told.append("relieve")
