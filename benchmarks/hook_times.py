@@ -14,8 +14,10 @@ import contextlib
 import cProfile
 import pstats
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,13 +26,19 @@ import torch
 import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.alternate import host_us
+from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.saved import native
+from torch_tiers.migrator.saved.actions import Stay
+from torch_tiers.migrator.saved.garbage import Allowance
+from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.saved.stack import Hooks, OnStack
 from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostEvent
 from torch_tiers.migrator.streams.pieces import Piece
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.places import cache_directory
 
 LEARNING = 40
 STEPS = 20
@@ -167,9 +175,38 @@ def saves_only() -> Callable[[], torch.Tensor]:
     return step
 
 
+def counted_times(tensors: int = 200, rounds: int = 200) -> tuple[float, float]:
+    """Microseconds for a tensor that stays, alone and where an engine counts it; the least, with all in the caches."""
+    library = native.load(native.MODULE.build(cache_directory()))
+    saver = Saver(lambda device: None, lambda *_: None, lambda *_: None, Allowance(), library)
+    mover: Any = SimpleNamespace(engine=SimpleNamespace(hbm=library.Occupancy({}, deque())))
+    x = torch.randn(64, 64, requires_grad=True).exp()
+    paces = [Pace(number, 2 * tensors - number, 1 << 40, 1 << 40) for number in range(tensors)]
+    found = []
+    for actions in ([Stay(mover, 0, 0)] * tensors, [Stay(mover, 4096, 4096, pace) for pace in paces]):
+        saver.adopt((f":{number}", action) for number, action in enumerate(actions))
+        pack, unpack = saver.hooks
+        times = []
+        for _ in range(rounds):
+            saver.place.iteration += 1
+            saver.place.in_backward = False
+            saver.place.here.begin(saver.place)
+            mover.engine.hbm.position = -1
+            start = time.thread_time()
+            packed = [pack(x) for _ in range(tensors)]
+            saver.place.in_backward = True
+            for one in reversed(packed):
+                unpack(one)
+            times.append(time.thread_time() - start)
+        found.append(1e6 * min(times) / tensors)
+    return found[0], found[1]
+
+
 def report(dram: str, *, by_call: bool = False) -> None:
-    """Print both numbers, each under the policy that brings it about."""
+    """Print the numbers, each under the policy that brings it about."""
     print(f"host {host_us():.0f} us", flush=True)
+    alone, counted = counted_times()
+    print(f"a tensor that stays: {alone:.2f} us, and {counted:.2f} where it is counted as others move", flush=True)
     step = workloads.small_gpt("cuda").step if torch.cuda.is_available() else saves_only()
     for policy in ("auto", "move"):  # with room for everything the first keeps it all
         times = hook_times(step, {"policy": policy, "dram": dram}, by_call=by_call)
