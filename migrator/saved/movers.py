@@ -131,5 +131,4 @@ class Movers:
         try:
             yield
         finally:
-            for recorder in self._recorders:
-                recorder.depart()
+            self.depart()

@@ -38,7 +38,7 @@ struct Occupancy {
     bool changed = nbytes != 0;
     if (pace != Py_None) {
       position = number(field(pace, kBirth));
-      changed |= narrow(field(pace, kFromBirth));
+      changed |= set_limit(field(pace, kFromBirth));
     }
     stayed += nbytes;
     resident += nbytes;
@@ -51,7 +51,7 @@ struct Occupancy {
     // Else it is asked for again, or not in the plan's order.
     if (pace != Py_None && number(field(pace, kUse)) > position) {
       position = number(field(pace, kUse));
-      narrow(field(pace, kFromUse));
+      set_limit(field(pace, kFromUse));
       changed = true;
     }
     // What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
@@ -62,7 +62,7 @@ struct Occupancy {
     return changed && are_any(order);
   }
 
-  bool narrow(PyObject *room) {
+  bool set_limit(PyObject *room) {
     if (room == Py_None) return false;
     limit = number(room);
     return true;

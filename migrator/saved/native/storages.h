@@ -223,7 +223,7 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   known->low = low;
   known->high = high;
   known->version = version;
-  known->operation = -1;
+  known->operation = -1;  // `ANY` of `saved/parts.py`
   known->own.storage = storage.getWeakStorageImpl();
   known->own.base = WeakTensor(base.getIntrusivePtr());
   // With the reference that the map had.
