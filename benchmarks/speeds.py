@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.zoo.results import OWN, PLAIN, GiB, read
+from benchmarks.zoo.results import OWN, PLAIN, SAVE_ON_CPU, GiB, read
 from torch_tiers.planning.html import drawn
 from torch_tiers.planning.html.axes import blank
 
@@ -19,7 +19,9 @@ FILE = Path(__file__).parent / "data/zoo.json"
 CLAIMED = 60  # percent of what the plain program reserves
 BANDS = (0.9, 0.8, 0.7)
 Speed = dict[str, Any]
-"""A program at a budget: `speed` of plain's, its own checkpointing's beside it, and where and when that was."""
+"""A program at a budget: `speed` of plain's, that of other ways `beside` it, and where and when that was."""
+BESIDE = {OWN: "#cc6677", SAVE_ON_CPU: "#228833"}
+"""What the programs are compared with, and its color; `memory` is a percentage of plain's."""
 
 
 def load() -> list[Speed]:
@@ -32,17 +34,14 @@ def claims(speeds: Sequence[Speed]) -> list[list[str]]:
     """README's table: median and worst, then the programs by speed."""
     of = [one for one in speeds if one["budget"] == CLAIMED]
     worst = min(of, key=lambda one: one["speed"])
-    own = [one for one in of if "own_speed" in one]
-    faster = sum(one["speed"] > one["own_speed"] for one in own)
     table = [["of plain's speed", f"at {CLAIMED}% of the memory that plain reserves"]]
     table += [["**median**", f"**{median(one['speed'] for one in of):.3f}** of {len(of)} programs"]]
     table += [["**worst**", f"**{worst['speed']:.3f}** ({worst['program']})"]]
-    table += [
-        [
-            "own checkpointing",
-            f"slower than torch-tiers for {faster} of the {len(own)} programs that have figures of it",
-        ]
-    ]
+    for way in BESIDE:
+        known = [(one["speed"], one["beside"][way]["speed"]) for one in of if way in one["beside"]]
+        slower = sum(ours > theirs for ours, theirs in known)
+        told = f"slower than torch-tiers for {slower} of the {len(known)} programs that have figures of it"
+        table += [[way, told]] if known else []
     above = float("inf")
     for bound in (*BANDS, 0.0):
         band = [one for one in of if bound <= one["speed"] < above]
@@ -55,19 +54,22 @@ def claims(speeds: Sequence[Speed]) -> list[list[str]]:
 
 def _claim(one: Speed) -> str:
     """A program in README, with its own checkpointing and the share of plain's memory that this takes."""
-    beside = f" ({_own(one)})" if "own_speed" in one else ""
+    beside = f" ({_beside(one, OWN)})" if OWN in one["beside"] else ""
     return f"{one['program']} {one['speed']:.3f}{beside}{'' if one['settled'] else ' not settled'}"
 
 
 def picture(speeds: Sequence[Speed]) -> str:
-    """README's figure, as SVG: a bar for each program, and a mark for its own checkpointing."""
+    """README's figure, as SVG: a bar for each program, and a mark for each other way."""
     of = [one for one in speeds if one["budget"] == CLAIMED]
-    own = [(one["own_speed"], place) for place, one in enumerate(of) if "own_speed" in one]
     with drawn.styled():
-        figure = blank(3.6)
+        figure = blank(1.2 + 0.14 * len(of))
         axes = figure.add_subplot()
         axes.barh(range(len(of)), [one["speed"] for one in of], color="#4477aa", label=f"torch-tiers at {CLAIMED}%")
-        axes.plot(*zip(*own, strict=True), "|", color="#cc6677", markersize=11, markeredgewidth=2.5, label=OWN)
+        for way, color in BESIDE.items():
+            places = [place for place, one in enumerate(of) if way in one["beside"]]
+            found = [of[place]["beside"][way]["speed"] for place in places]
+            if found:
+                axes.plot(found, places, "|", color=color, markersize=9, markeredgewidth=2.5, label=way)
         axes.axvline(1, color="#888888", linewidth=0.8)
         axes.set_yticks(range(len(of)), [one["program"] for one in of])
         axes.invert_yaxis()
@@ -78,18 +80,21 @@ def picture(speeds: Sequence[Speed]) -> str:
 
 def shown(speeds: Sequence[Speed]) -> list[list[str]]:
     """The report's table: all that is known."""
-    table = [["program", "budget", "plain, ms", "GiB", "speed", "its own checkpointing", "card, day", ""]]
+    table = [["program", "budget", "plain, ms", "GiB", "speed", *BESIDE, "card, day", ""]]
     for one in speeds:
         row = [one["program"], f"{one['budget']}%", _number(one.get("plain_ms")), _number(one.get("plain_gib"))]
-        row += [f"{one['speed']:.3f}" + ("" if one["settled"] else " ~"), _own(one)]
+        row += [f"{one['speed']:.3f}" + ("" if one["settled"] else " ~"), *(_beside(one, way) for way in BESIDE)]
         table.append([*row, f"{one['card']} {one['day']}", one.get("note", "")])
     _, (_, middle), *_ = claims(speeds)
-    return [*table, [f"median at {CLAIMED}%", "", "", "", middle, "", "", ""]]
+    return [*table, [f"median at {CLAIMED}%", "", "", "", middle, *[""] * len(BESIDE), "", ""]]
 
 
-def _own(one: Speed) -> str:
-    at = f" at {one['own_memory']}%" if "own_memory" in one else ""
-    return f"{one['own_speed']:.3f}{at}" if "own_speed" in one else ""
+def _beside(one: Speed, way: str) -> str:
+    """Another way's speed, and the share of plain's memory that it takes."""
+    found = one["beside"].get(way)
+    if found is None:
+        return ""
+    return f"{found['speed']:.3f}" + (f" at {found['memory']}%" if "memory" in found else "")
 
 
 def _number(value: float | None) -> str:
@@ -114,10 +119,14 @@ def take_over(results: Path) -> None:
             }
             speed |= {"plain_gib": round(plain["memory"] / GiB, 1), "speed": round(row["fraction"]["median"], 3)}
             speed["settled"] = row["settled"]
-            own = record["rows"].get(OWN)
-            if own is not None and own["fraction"] is not None:
-                speed["own_speed"] = round(own["fraction"]["median"], 3)
-                speed["own_memory"] = round(100 * own["memory"] / plain["memory"])
+            others = {way: other for way in BESIDE if (other := record["rows"].get(way)) and other["fraction"]}
+            speed["beside"] = {
+                way: {
+                    "speed": round(other["fraction"]["median"], 3),
+                    "memory": round(100 * other["memory"] / plain["memory"]),
+                }
+                for way, other in others.items()
+            }
             card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
             known[program, int(percent)] = speed | {"card": card, "day": record["day"]}
     lines = ",\n".join(f" {json.dumps(one)}" for one in known.values())

@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--rounds", type=int, default=1, help="in which plain, budgets and checkpointing take turns")
+    parser.add_argument("--peers", metavar="NAMES", help="also these of `tiers bench`: save_on_cpu,static split")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no program begins")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one run may take")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
@@ -189,6 +190,7 @@ def main() -> None:
         ["--hbm", ",".join(f"{b}%" for b in options.budgets)] if options.gpus else ["--hbm", "1TiB", "--policy", "move"]
     )
     bench += ["--rounds", str(options.rounds), "--seconds", str(options.timeout), *["--retry"] * options.retry]
+    bench += ["--peers", options.peers] if options.peers else []
     driver = Driver(options.out, words, bench, time.monotonic() + options.limit)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(k) for k in range(options.gpus)]

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.zoo.program import PROGRAMS
 
 GiB = 1 << 30
-PLAIN, OWN = "plain", "own checkpointing"
+PLAIN, OWN, SAVE_ON_CPU = "plain", "own checkpointing", "save_on_cpu"
 Record = Mapping[str, Any]
 """The rows of `tiers bench` by variant, and what the plain run said of the machine; or an error."""
 

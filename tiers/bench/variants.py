@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,9 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.bench.watch import AROUND, SAVE_ON_CPU
 
 SHARES = (0.7, 0.4, 0.0)  # of a compiled graph's activations that are saved
+COMPILED, STATIC_SPLIT = "compiled", "static split"
+PEERS = (SAVE_ON_CPU, COMPILED, STATIC_SPLIT)
+"""What can be had without a change of the program, beside tiers."""
 Kind = Literal["plain", "tiers", "peer", "command"]
 
 
@@ -111,14 +114,15 @@ def under_tiers(budgets: Sequence[str], policies: Sequence[str]) -> Iterator[Var
             yield Variant(f"tiers {policy} at {budget}", "tiers", policy, budget)
 
 
-def peers(budgets: Sequence[str]) -> Iterator[Variant]:
-    """What can be had without a change of the program, beside tiers."""
-    yield Variant("save_on_cpu", "peer", around=SAVE_ON_CPU)
-    for part in SHARES:
-        yield Variant(f"compiled, saves {part:.0%}", "peer", around=f"compile:{part:g}")
-    for budget in budgets:
+def peers(budgets: Sequence[str], names: Collection[str] = PEERS) -> Iterator[Variant]:
+    """Those of `PEERS` that are named."""
+    if SAVE_ON_CPU in names:
+        yield Variant(SAVE_ON_CPU, "peer", around=SAVE_ON_CPU)
+    for part in SHARES if COMPILED in names else ():
+        yield Variant(f"{COMPILED}, saves {part:.0%}", "peer", around=f"compile:{part:g}")
+    for budget in budgets if STATIC_SPLIT in names else ():
         # What an allocator of virtual memory does by itself: what comes first has HBM, what does not fit has DRAM.
-        yield Variant(f"static split at {budget}", "tiers", "keep", budget, "pages")
+        yield Variant(f"{STATIC_SPLIT} at {budget}", "tiers", "keep", budget, "pages")
 
 
 def given(text: str) -> Variant:

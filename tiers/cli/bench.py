@@ -20,7 +20,7 @@ from torch_tiers.bench.losses import PATTERN
 from torch_tiers.bench.program import ended_in_order
 from torch_tiers.bench.rounds import PlainFails, Rounds
 from torch_tiers.bench.rows import Row, Spread, rows
-from torch_tiers.bench.variants import PLAIN, Variant, given, peers, share, under_tiers
+from torch_tiers.bench.variants import PEERS, PLAIN, Variant, given, peers, share, under_tiers
 from torch_tiers.cli import report_html
 from torch_tiers.cli.run import options_for, refuse_without_autoload
 from torch_tiers.cli.verb import FAILED, CliError, positive_seconds, print_json, print_tables
@@ -52,9 +52,12 @@ class BenchVerb:
         )
         parser.add_argument(
             "--peers",
-            action="store_true",
-            help="also save_on_cpu, torch.compile's activation_memory_budget where the program compiles, and our "
-            "allocator alone, each without a change of the program",
+            nargs="?",
+            const=",".join(PEERS),
+            default="",
+            metavar="NAMES",
+            help="also what needs no change of the program: save_on_cpu; compiled, torch.compile's "
+            "activation_memory_budget where the program compiles; static split, our allocator alone (default: all)",
         )
         parser.add_argument(
             "--variant",
@@ -174,7 +177,11 @@ def _variants(args: argparse.Namespace) -> list[Variant]:
     for size in sizes:
         if size.endswith("%"):
             share(size)
-    found = [PLAIN, *under_tiers(sizes, policies), *(peers(sizes) if args.peers else ()), *map(given, args.variant)]
+    named = [word.strip() for word in args.peers.split(",")] if args.peers else []
+    for name in named:
+        if name not in PEERS:
+            raise CliError(f"{name!r} is no peer; there are {', '.join(PEERS)} (--peers), and -- before the program")
+    found = [PLAIN, *under_tiers(sizes, policies), *peers(sizes, named), *map(given, args.variant)]
     twice = [name for name, count in Counter(variant.name for variant in found).items() if count > 1]
     if twice:
         raise CliError(f"{twice[0]} is there twice: give each variant a name of its own")

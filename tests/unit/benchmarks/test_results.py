@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import results, speeds
 from benchmarks.contention.report import Cell, of_plain
+from benchmarks.zoo.results import OWN, SAVE_ON_CPU
 from torch_tiers.allocator.sizes import GiB
 
 ROOT = Path(__file__).parents[3]
@@ -74,8 +75,9 @@ def test_the_picture_of_the_readme_has_all_programs_of_its_table() -> None:
 def test_what_is_claimed_is_the_median_and_the_worst_of_all_programs() -> None:
     known = {"budget": 60, "settled": True}
     named = [("a", 0.95), ("b", 0.85), ("c", 0.3)]
-    of = [known | {"program": name, "speed": speed, "own_speed": 0.5, "own_memory": 40} for name, speed in named]
-    table = dict(speeds.claims([*of, known | {"program": "d", "speed": 0.2, "budget": 45}]))
+    beside = {OWN: {"speed": 0.5, "memory": 40}}
+    of = [known | {"program": name, "speed": speed, "beside": beside} for name, speed in named]
+    table = dict(speeds.claims([*of, known | {"program": "d", "speed": 0.2, "budget": 45, "beside": {}}]))
     assert (table["**median**"], table["**worst**"]) == ("**0.850** of 3 programs", "**0.300** (c)")
     assert table["0.8 to 0.9"] == "b 0.850 (0.500 at 40%)" and table["under 0.7"].startswith("c")
     assert table["own checkpointing"].startswith("slower than torch-tiers for 2 of the 3 programs")
@@ -85,18 +87,20 @@ def test_what_a_run_of_the_zoo_measured_takes_the_place_of_what_is_older(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speeds, "FILE", tmp_path / "zoo.json")
-    old = {"program": "gpt", "budget": 60, "speed": 0.5, "settled": False, "card": "H100", "day": "11-01"}
+    old = {"program": "gpt", "budget": 60, "speed": 0.5, "settled": False, "beside": {}, "card": "H100", "day": "11-01"}
     speeds.FILE.write_text(json.dumps([old, old | {"program": "vit", "speed": 0.4}]))
     plain = {"memory": 20 * GiB, "step": {"median": 0.1}, "fraction": {"median": 1.0}, "settled": True}
     ours = plain | {"fraction": {"median": 0.8}}
     rows = {"plain": plain, "tiers auto at 60%": ours, "tiers auto at 45%": ours | {"fraction": None}}
-    rows["own checkpointing"] = plain | {"fraction": {"median": 0.7}, "memory": 8 * GiB}
+    rows[OWN] = plain | {"fraction": {"median": 0.7}, "memory": 8 * GiB}
+    rows[SAVE_ON_CPU] = plain | {"fraction": {"median": 0.2}, "memory": 6 * GiB}
     told = {"gpt": {"error": "", "rows": rows, "device": "NVIDIA H200", "day": "12-01"}, "dit": {"error": "no"}}
     (tmp_path / "results.json").write_text(json.dumps(told))
     speeds.take_over(tmp_path / "results.json")
     new, kept = speeds.load()
     assert kept["program"] == "vit"
-    figures = {"plain_ms": 100.0, "plain_gib": 20.0, "speed": 0.8, "own_speed": 0.7, "own_memory": 40}
+    figures = {"plain_ms": 100.0, "plain_gib": 20.0, "speed": 0.8}
+    figures["beside"] = {OWN: {"speed": 0.7, "memory": 40}, SAVE_ON_CPU: {"speed": 0.2, "memory": 30}}
     assert new == old | figures | {"settled": True, "card": "H200", "day": "12-01"}
 
 

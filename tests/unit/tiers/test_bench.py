@@ -126,6 +126,13 @@ def test_peers_are_run_where_they_can_be_had(program: list[str], capsys: pytest.
     assert (told["static split at 20GiB"]["policy"], told["static split at 20GiB"]["reason"]) == ("keep", "")
 
 
+def test_peers_can_be_named(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    bench("--json", "--rounds", "1", "--peers", "save_on_cpu", "--hbm", "20GiB", *program, "gpu", "compiles")
+    assert list(entries(capsys)) == ["plain", "tiers auto at 20GiB", "save_on_cpu"]
+    bench("--peers", "unknown", "--hbm", "20GiB", *program, code=2)
+    assert "'unknown' is no peer; there are save_on_cpu, compiled, static split" in capsys.readouterr().err
+
+
 def test_a_peer_that_cannot_be_had_is_a_row_with_its_reason_and_no_failure(
     program: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
