@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from array import array
 from collections import deque
@@ -14,6 +15,7 @@ import torch
 from torch_tiers.allocator.native.copy import lane
 from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.streams import TIMED, TIMED_EVERY, Event, Gap, Memory, OperatorClock, Stream, peaks
+from torch_tiers.migrator.streams.hold import LONGEST
 from torch_tiers.migrator.streams.iteration_timer import IterationTimer
 from torch_tiers.migrator.streams.meter import CudaMeter
 from torch_tiers.migrator.streams.pieces import Leaving, Piece, at_full_speed
@@ -21,6 +23,7 @@ from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
+MARKS = 64  # events by which it is measured what one takes
 CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have
 
 
@@ -57,6 +60,27 @@ class CudaCompute:
 
     def mark(self, stream: Stream) -> lane.TimedEvent:
         return self._library.record(self.device.index, wrapped(stream).cuda_stream)
+
+    @functools.cached_property
+    def mark_seconds(self) -> float:
+        """What a stream with more to do takes for an event: 2 to 4 us, more than for a small kernel. Waits for it.
+
+        0 where the device was not busy for long enough to tell.
+        """
+        stream = self.stream()
+        self.hold_up(LONGEST)  # so that the kernels are there when it comes to them
+        with torch.cuda.device(self.device):
+            points = [self.mark(stream)]
+            for with_marks in (False, True):
+                for _ in range(MARKS):
+                    torch.cuda._sleep(1)
+                    if with_marks:
+                        self.mark(stream)
+                points.append(self.mark(stream))
+        in_time = not points[0].query()
+        points[-1].synchronize()
+        plain, marked = (start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(points))
+        return max(0.0, marked - plain) / MARKS if in_time else 0.0
 
     def follow(self, stream: Stream, event: Event) -> Gap | None:
         """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""

@@ -42,6 +42,8 @@ class Device(Protocol):
     waited: list[Gap] | None
 
     @property
+    def mark_seconds(self) -> float: ...
+    @property
     def take_peak(self) -> Callable[..., int]: ...
     @property
     def delayed(self) -> Callable[[], float]: ...
@@ -143,6 +145,8 @@ class CudaMeter:
             self._hold.begin()  # before the iteration begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
+        self._marked: list[int] = []  # in each stretch: events of ours between the program's kernels
+        self._marks = 0  # in the present one
         self._host = HostClock(self._begin, compute.delayed)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
@@ -168,6 +172,7 @@ class CudaMeter:
         tick = self._ticks[-1] if capturing and self._ticks else self.mark()
         self._work_over(tick)
         self._ticks.append(tick)
+        self._stretch_marked()
         self._others.append(self._stretch(resident))
         if self._operators is not None:
             self._operators.tick(self._compute.stream()[0])
@@ -186,7 +191,10 @@ class CudaMeter:
         waits for such work is left out.
         """
         self._host.arrive()
-        self._work = (self.mark(), time.perf_counter()) if outside and not self._compute.capturing() else None
+        self._work = None
+        if outside and not self._compute.capturing():
+            self._work = (self.mark(), time.perf_counter())
+            self._marks += 1
 
     def depart(self) -> None:
         """Count host time as the program's again."""
@@ -201,6 +209,11 @@ class CudaMeter:
         work, self._work = self._work, None
         if work is not None and time.perf_counter() - work[1] > LONG and not self._compute.capturing():
             self._left_out.append((work[0], self.mark() if at is None else at))
+
+    def _stretch_marked(self) -> None:
+        """A stretch ends with an event, for which the device waits as it does for those within it."""
+        self._marked.append(self._marks + 1)
+        self._marks = 0
 
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then.
@@ -281,6 +294,7 @@ class CudaMeter:
         end = self.mark()
         end.synchronize()
         now = time.perf_counter()
+        self._stretch_marked()
         self._host.stretch_over(end)
         gaps = []
         for start, over in self._left_out:
@@ -291,7 +305,11 @@ class CudaMeter:
         def when(event: TimedEvent) -> float:
             return now - self.seconds(event, end)
 
-        device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
+        each = self._compute.mark_seconds
+        device = tuple(
+            max(0.0, after - before - each * marks)
+            for (before, after), marks in zip(pairwise((0.0, *times, seconds)), self._marked, strict=True)
+        )
         device = self._host.busy(device, when)
         timed = [] if self._operators is None else self._operators.end()
         if any(timed) and len(timed) == len(device):  # else none came by

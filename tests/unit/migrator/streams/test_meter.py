@@ -69,7 +69,8 @@ class FakeCompute:
 
     waited: object = None
 
-    def __init__(self) -> None:
+    def __init__(self, mark_seconds: float = 0.0) -> None:
+        self.mark_seconds = mark_seconds
         self.highest = 0  # bytes since the last look
         self.with_present = True
         self.stream_has: list[str] = []
@@ -246,6 +247,22 @@ def test_a_device_that_waits_for_our_own_work_is_not_busy(monkeypatch: pytest.Mo
     assert measures.clocks is not None
     assert measures.clocks.device == pytest.approx([3.0, 4.0, 8.0])
     assert measures.clocks.host == pytest.approx([3.0, 4.0, 8.0])
+
+
+def test_what_our_own_events_take_the_device_is_not_the_program_s() -> None:
+    """A stretch ends with one; where a module begins or ends there is one more."""
+    meter = CudaMeter(FakeCompute(mark_seconds=1e-4))  # type: ignore[arg-type]
+    meter.tick(0)
+    meter.arrive(outside=True)
+    meter.depart()
+    meter.tick(0)
+    measures = meter.finish(0, [0, 0, 0])
+    assert measures.clocks is not None
+    assert measures.clocks.device == pytest.approx([9e-4, 0.0, 0.0]), "events are a millisecond apart"
+    meter = CudaMeter(FakeCompute(mark_seconds=1e-4))  # type: ignore[arg-type]
+    meter.arrive(outside=True)
+    meter.depart()
+    assert meter.finish(0, [0]).seconds == pytest.approx(8e-4), "the one of the module, and the last"
 
 
 class FakeOperators:
