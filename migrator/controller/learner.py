@@ -22,7 +22,7 @@ from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.in_force import PlansInForce
 from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import PlanRequests, Submit
-from torch_tiers.migrator.controller.planned import predict_all
+from torch_tiers.migrator.controller.planned import hold_least, predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
@@ -205,6 +205,33 @@ class Learner:
         self._cached.begun(found.plans, trace)
         return True
 
+    def follow(self, before: Learner) -> bool:
+        """Plan for what another learner has recorded for another target, and wait; return whether there are plans.
+
+        There are none where no plan holds as little as the target: the next forward may stream weights.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan, and it has to hold.
+        """
+        self._recordings, self._iterations, self._whole = before._recordings, before._iterations, True
+        if self._resume_from_cache(self._recordings.traces[-1]):
+            return True
+        self._afresh = True
+        self._plan()
+        self._await_plans()
+        if not self._in_force.planned or hold_least(self._in_force.planned):
+            self.forget()
+            return False
+        return True
+
+    def _await_plans(self) -> None:
+        waited = self._requests.asked
+        if waited and not self._requests.wait(DEADLINE) and not self._requests.asked:
+            self._in_force.say_failed(f"no plan could be made within {DEADLINE:g} s")
+        self._adopt()
+
     def _store(self) -> None:
         """Cache what was learned for the next run, once it proved right."""
         proved = self.settled and self._in_force.are_for(self._recordings.traces)
@@ -260,10 +287,7 @@ class Learner:
         if self._recordings.learning:
             return  # what is recorded now is planned with these
         self._plan()
-        waited = self._requests.asked
-        if waited and not self._requests.wait(DEADLINE) and not self._requests.asked:
-            self._in_force.say_failed(f"no plan could be made within {DEADLINE:g} s")
-        self._adopt()
+        self._await_plans()
 
     def finish(self) -> None:
         """Wait for plans that are being made, as reports at the program's end describe them."""

@@ -275,7 +275,7 @@ class Runtime:
             self._tell_pages(pages, saver, new)
         if changed and not self.closed:  # else they are never carried out
             self._progress.note_plans(movers)
-        if settle_budgets(saver.movers, self._devices, self._streaming, self.options) or changed:
+        if settle_budgets(saver.movers, self._devices, self._streaming, self.options, self._refuse) or changed:
             saver.adopt(action for mover in saver.movers.armed for action in mover.actions())
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:

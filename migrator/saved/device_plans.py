@@ -111,6 +111,13 @@ class DevicePlans:
             return self._plans_for_less(granted)
         return changed
 
+    def follow(self, before: Learner) -> bool:
+        """Carry out plans for what another learner has recorded; see `Learner.follow`."""
+        if not self.learner.follow(before):
+            return False
+        self.next_begins(changed=True, overflow=0, recorded=self.learner.records_next)
+        return True
+
     def next_begins(self, *, changed: bool, overflow: int, recorded: bool) -> int:
         """Adopt plans that changed; return for how many iterations the waits of the next one stand, 0 if not timed."""
         if overflow and not self.learner.plans and self.room.measures_no_more():

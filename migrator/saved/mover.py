@@ -108,6 +108,14 @@ class Mover:
             self._allocated_before = self.engine.compute.allocated()
         return True
 
+    def follow(self, before: Mover) -> None:
+        """Plan for what a mover with another budget has recorded, with what held when it was tried. May raise."""
+        with self.engine.lock:
+            self.verified |= before.verified
+            self.checks.differing |= before.checks.differing
+            if self.plans.follow(before.learner) and not self.learner.records_next:
+                self.record_no_more()
+
     def _new_recorder(self, *, held: bool = True) -> Recorder:
         self.engine.hbm.used_up = 0
         meter = self.engine.meter = self.engine.compute.meter(held=held)

@@ -44,14 +44,14 @@ class Movers:
         mover = self.by_device[device] = self._make(device)
         self._place.recording |= mover is not None and mover.recorder is not None
 
-    def remove(self, device: torch.device) -> None:
-        """Do without the mover of a device until the next tensor that is saved there has another one made.
-
-        Call it between two iterations.
-        """
-        mover = self.by_device.pop(device)
-        if mover is not None:
-            mover.record_no_more()
+    def replace(self, device: torch.device) -> None:
+        """Have another mover made for a device, whose budget has changed. Call it between two iterations."""
+        before = self.by_device[device]
+        assert before is not None
+        before.record_no_more()
+        self.add(device)
+        if (mover := self.by_device[device]) is not None:
+            mover.follow(before)
 
     def disarm(self) -> None:
         """Do without movers from now on."""

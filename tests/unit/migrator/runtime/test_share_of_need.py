@@ -57,6 +57,25 @@ def test_plans_keep_to_the_share_and_results_are_the_same(plain: list[bytes], ne
         assert predicted_peak(session) <= budget(session)
 
 
+def test_what_was_recorded_with_all_of_the_memory_is_not_recorded_again() -> None:
+    def recorded(hbm: str) -> list[bool]:
+        """For each step, whether it was recorded."""
+        found = []
+        with open_session(hbm) as session:
+            model = perceptron(CPU, depth=DEPTH)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for i in range(STEPS):
+                model(batch(CPU, i)).square().mean().backward()
+                saver = session.runtime.saver()
+                assert saver is not None
+                found.append(saver.place.recording)
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    assert recorded("60%") == recorded("all")
+
+
 def test_until_the_first_plan_it_has_all(needed: int) -> None:
     with open_session("60%") as session:
         perceptron(CPU, depth=DEPTH)(torch.randn(16, 128)).sum().backward()
