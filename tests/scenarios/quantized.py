@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -182,6 +184,39 @@ def copies_each_weight(device: torch.device) -> None:
             copied = bytes_streamed(session)
         assert asked <= {Tensor.as_subclass}, f"{name}: {asked}"
         assert copied >= nbytes, f"{name}: {copied} of {nbytes}"
+
+
+def hands_copies_to_kernels_of_bitsandbytes(device: torch.device) -> None:
+    """They are operators by their names, and take the addresses of what they are given."""
+    name = "dequantize_4bit"
+    schema = "(Tensor A, Tensor absmax, int blocksize, str quant_type, int[] shape, ScalarType dtype) -> Tensor"
+    read = set[int]()
+
+    def dequantize(data: Tensor, absmax: Tensor, *_: object) -> Tensor:
+        read.add(data.data_ptr())
+        if data.is_cpu:
+            data = torch.frombuffer(ctypes.string_at(data.data_ptr(), data.nbytes), dtype=data.dtype).view(data.shape)
+        return data * absmax
+
+    class Layer(_Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight.as_subclass(Tensor)
+            kernel = getattr(torch.ops.bitsandbytes, name)
+            return F.linear(x, kernel(weight, self.weight.quant_state.absmax, 0, "", weight.shape, x.dtype))
+
+    where: list[int] = []
+
+    def program(device: torch.device) -> Sequence[Tensor]:
+        model = _with_adapters(_frozen(_packed, device, Layer), device)
+        where[:] = [each.data_ptr() for each in model.parameters() if type(each) is _Packed]
+        read.clear()
+        return _train(model, device, 4, lambda _: ())
+
+    with torch.library._scoped_library("bitsandbytes", "FRAGMENT") as library, warnings.catch_warnings(action="ignore"):
+        library.define(name + schema)
+        library.impl(name, dequantize, "CompositeExplicitAutograd")
+        assert_same_streamed(program, device)
+    assert len(where) == 4 and read and not read & {*where}
 
 
 def saves_and_loads_while_it_trains(device: torch.device) -> None:
