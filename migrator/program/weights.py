@@ -11,16 +11,17 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.migrator.program import modules
+from torch_tiers.migrator.program.parts import parts_of
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Those that have memory of their own; a DTensor's local shard stands for it."""
+    """Those that have memory of their own; what others consist of stands for them."""
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        plain = type(local) in (torch.Tensor, nn.Parameter, nn.Buffer) and local.layout is torch.strided
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            yield from plain_tensors(parts_of(tensor))
         # Within torch.func's transforms a module's parameters are wrappers that look plain and have no storage.
-        if plain and not torch._C._functorch.is_functorch_wrapped_tensor(local):
-            yield local
+        elif tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            yield tensor
 
 
 def of_module(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -66,6 +66,7 @@ FAMILIES = (
     "optimizers",
     "own_ways",
     "processes",
+    "quantized",
     "recompute",
     "replayed",
     "sessions",

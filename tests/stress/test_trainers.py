@@ -28,6 +28,10 @@ TRAINERS = {
     "qlora 8bit": "30MiB",
     "qlora checkpointed": "5MiB",
     "qlora reentrant": "5MiB",
+    "qlora 4bit streamed": "1MiB",
+    "qlora 8bit streamed": "1MiB",
+    "qlora checkpointed streamed": "1MiB",
+    "torchao_lora streamed": "1MiB",
     "adamw8bit": "40MiB",
     "lightning_fit": "40MiB",
     "accelerate_loop": "40MiB",
@@ -39,7 +43,7 @@ TRAINERS = {
     "torchtitan_parts selective whole": "110MiB",
     "torchtitan_parts full whole": "104MiB",
 }
-"""A budget below what it takes plainly, by program and its words."""
+"""A budget below what it takes plainly, or below what its weights take, by program and its words."""
 STEPS_OF = {"hf_trainer": STEPS * 3 // 2}  # half of a run is made again, from a checkpoint
 
 
@@ -57,10 +61,12 @@ def test_a_trainer_has_the_losses_of_the_plain_run(trainer: str, tmp_path: Path)
     done = run(trainer, tmp_path / "ours", ours)
     assert done.returncode == 0, done.stderr
     assert results(done) == expected and len(expected) > STEPS
-    assert warnings(done) <= known
+    new = {line for line in warnings(done) - known if "streamed" not in trainer or "no plan keeps" not in line}
+    assert not new  # a budget that the weights exceed is too small for all else
     stats = json.loads((tmp_path / "run/stats.json").read_text())
     print(f"{trainer}: {stats['moved']['d2h']} bytes moved in {stats['iterations']} iterations")
     assert stats["moved"]["d2h"] > 0
+    assert "streamed" not in trainer or stats["moved"]["weights"] > 0
     assert stats["steps"] == STEPS_OF.get(trainer, STEPS)
 
 

@@ -28,7 +28,7 @@ def in_bits(bits: int, folder: str) -> Any:
     return model
 
 
-def main(folder: str, how: str) -> None:
+def main(folder: str, how: str, *_: str) -> None:
     model = peft.prepare_model_for_kbit_training(
         in_bits(8 if how == "8bit" else 4, folder),
         use_gradient_checkpointing=how in ("checkpointed", "reentrant"),

@@ -62,6 +62,13 @@ def tell(losses: Iterable[Tensor | float], weights: Mapping[str, object]) -> Non
         print(f"loss {float(loss).hex()}")
     digest = hashlib.sha256()
     for _, weight in sorted(weights.items()):
-        if isinstance(weight, Tensor):
-            digest.update(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for part in parts(weight):
+            digest.update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     print(f"weights {digest.hexdigest()}", flush=True)
+
+
+def parts(weight: Any) -> list[Tensor]:
+    """What a wrapper consists of, such as torchao's; a plain tensor of itself."""
+    if hasattr(weight, "__tensor_flatten__"):
+        return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    return [weight] if isinstance(weight, Tensor) else []

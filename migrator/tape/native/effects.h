@@ -97,7 +97,15 @@ constexpr std::string_view kReadsCopies[] = {"aten::mm",
                                              "aten::conv_transpose1d",
                                              "aten::conv_transpose2d",
                                              "aten::conv_transpose3d",
-                                             "aten::_to_copy"};
+                                             "aten::_to_copy",
+                                             // Version 0.50 was read for it. It launches them on the current stream.
+                                             "bitsandbytes::gemm_4bit",
+                                             "bitsandbytes::gemv_4bit",
+                                             "bitsandbytes::dequantize_4bit",
+                                             "bitsandbytes::dequantize_blockwise",
+                                             "bitsandbytes::int8_scaled_mm",
+                                             "bitsandbytes::int8_mixed_scaled_mm",
+                                             "bitsandbytes::int8_linear_matmul"};
 
 constexpr std::string_view kCollectives[] = {
     "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "symm_mem::"};

@@ -1,0 +1,36 @@
+"""What a tensor of a class of its own consists of, as weights in 4 or 8 bits do: plain tensors, which have memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Plain tensors on its memory, or others that have parts in turn; none if it does not tell.
+
+    Wrappers have no memory of their own, and tell what they wrap, as `torch.compile` asks of them: a DTensor its shard,
+    those of torchao their integers and scales. What is a tensor itself and has only a class, as those of bitsandbytes,
+    is seen without it: what the class would do when it is asked is the program's.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_traceable_wrapper_subclass(tensor):
+            told = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            return [each for each in told if isinstance(each, torch.Tensor)]  # a DTensor tells its mesh, too
+        # One that has operators of its own may do with its memory as it likes.
+        has_own = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+        if has_own or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return []
+        plain = torch.Tensor._make_subclass(torch.Tensor, tensor, tensor.requires_grad)
+    return [plain, *_scales_of(tensor)]
+
+
+def _scales_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What bitsandbytes keeps beside a weight in 4 bits: a scale for each block, and one for each block of scales."""
+    state = vars(tensor).get("quant_state")
+    while state is not None:
+        if isinstance(scales := getattr(state, "absmax", None), torch.Tensor):
+            yield scales
+        state = getattr(state, "state2", None)
