@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.migrator.program import modules
-from torch_tiers.migrator.program.parts import parts_of
+from torch_tiers.migrator.program.subclasses import parts_of
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
