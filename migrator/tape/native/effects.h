@@ -72,40 +72,17 @@ constexpr std::string_view kCopies[] = {"aten::copy_", "aten::_to_copy", "aten::
 // What weights are for, and casts of them: of what they are given these write `out` alone, return and hold on to
 // nothing else, and look at no more of it than its elements. Others have exceptions to each of that which their schemas
 // do not tell. Composite ones come by where there is inference mode.
-constexpr std::string_view kReadsCopies[] = {"aten::mm",
-                                             "aten::addmm",
-                                             "aten::_addmm_activation",
-                                             "aten::bmm",
-                                             "aten::baddbmm",
-                                             "aten::mv",
-                                             "aten::addmv",
-                                             "aten::matmul",
-                                             "aten::linear",
-                                             "aten::_int_mm",
-                                             "aten::_scaled_mm",
-                                             "aten::_grouped_mm",
-                                             "aten::_scaled_grouped_mm",
-                                             "aten::_weight_int8pack_mm",
-                                             "aten::_weight_int4pack_mm",
-                                             "aten::convolution",
-                                             "aten::convolution_backward",
-                                             "aten::convolution_overrideable",
-                                             "aten::_convolution",
-                                             "aten::conv1d",
-                                             "aten::conv2d",
-                                             "aten::conv3d",
-                                             "aten::conv_transpose1d",
-                                             "aten::conv_transpose2d",
-                                             "aten::conv_transpose3d",
-                                             "aten::_to_copy",
-                                             // Version 0.50 was read for it. It launches them on the current stream.
-                                             "bitsandbytes::gemm_4bit",
-                                             "bitsandbytes::gemv_4bit",
-                                             "bitsandbytes::dequantize_4bit",
-                                             "bitsandbytes::dequantize_blockwise",
-                                             "bitsandbytes::int8_scaled_mm",
-                                             "bitsandbytes::int8_mixed_scaled_mm",
-                                             "bitsandbytes::int8_linear_matmul"};
+constexpr std::string_view kReadsCopies[] = {
+    "aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv",
+    "aten::matmul", "aten::linear", "aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm", "aten::_weight_int8pack_mm", "aten::_weight_int4pack_mm", "aten::convolution",
+    "aten::convolution_backward", "aten::convolution_overrideable", "aten::_convolution", "aten::conv1d",
+    "aten::conv2d", "aten::conv3d", "aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d",
+    "aten::_to_copy",
+    // Version 0.50 was read for it. It launches them on the current stream.
+    "bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit", "bitsandbytes::dequantize_4bit",
+    "bitsandbytes::dequantize_blockwise", "bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_mixed_scaled_mm",
+    "bitsandbytes::int8_linear_matmul"};
 
 constexpr std::string_view kCollectives[] = {
     "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "symm_mem::"};
