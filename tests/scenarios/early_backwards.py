@@ -16,6 +16,8 @@ from tests.programs import deterministic_kernels
 from tests.scenarios import batch, bits, main, moving, perceptron
 from torch_tiers.migrator.controller import plan_requests
 from torch_tiers.migrator.saved import movers
+from torch_tiers.migrator.saved.packed import Packed
+from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.streams.host import HostCompute
 
 STEPS, CHUNKS = 8, 4
@@ -243,6 +245,20 @@ def a_loss_in_chunks_has_one_iteration_a_step_also_where_no_hook_is_called(devic
 
     assert keeps(_chunked) == [1] * STEPS
     assert keeps(_chunked_micro_batches) == [2] * STEPS
+
+
+def python_is_called_for_one_saved_tensor_after_each_such_backward(device: torch.device) -> None:
+    """All others are what the plan expects, which the hooks in C++ handle."""
+    calls: list[Tensor] = []
+    pack = Saver.pack
+
+    def counted(self: Saver, tensor: Tensor) -> Packed:
+        calls.append(tensor)
+        return pack(self, tensor)
+
+    with mock.patch.object(Saver, "pack", counted), moving():
+        ended = [len(calls) for _ in _chunked(device)]
+    assert ended[-1] - ended[-2] == CHUNKS - 1, ended
 
 
 def a_graph_that_is_never_used_keeps_no_iteration_open(device: torch.device) -> None:
