@@ -87,10 +87,10 @@ class Place(Generic[Action]):
     recording : bool
         Whether that is recorded.
     in_backward : bool
-        Whether backward has asked for something in it.
+        Whether backward has asked for something in it, and nothing was saved since.
     bypass : mapping of str to bool or None
         By the path of a module, whether the hooks need not be called there in it, until backward begins: the first
-        tensor that is saved after that is of the next. None where it may be as it is.
+        tensor that is saved after that may be of the next. None where it may be as it is.
     """
 
     here: Node[Action]

@@ -28,13 +28,14 @@ _PRESENT = (State.FILLING, State.LEAVING)  # the engine holds the program's own 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One saved tensor of the iteration; `known` is None if it cannot move."""
+    """One saved tensor of the iteration; `known` is None if it cannot move, `record` what its graph holds."""
 
     key: str
     birth: int
     known: Known | None
     kind: str
     uses: list[int] = field(default_factory=list)
+    record: weakref.ref[Record] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +71,11 @@ class Recorder:
         Sites for which no recomputation is tried.
     tries : bool
         Whether recomputations are tried. Trials take memory that the program alone would not.
+
+    Attributes
+    ----------
+    waited : int
+        What was `waiting` when a backward last began.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class Recorder:
     ) -> None:
         self._position = 0
         self._entries: list[_Entry] = []
+        self._turned = 0  # how many of those there were when a backward last began
+        self.waited = 0
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
@@ -167,8 +175,24 @@ class Recorder:
                 self._stays.add(known.cdata)
             self._follow(known, entry)
         record = Record(self, known, entry.uses)
-        self._forward[1:] = [weakref.ref(record)]
+        entry.record = weakref.ref(record)
+        self._forward[1:] = [entry.record]
         return record
+
+    @property
+    def saved(self) -> int:
+        """Return how many tensors were saved."""
+        return len(self._entries)
+
+    @property
+    def first_module(self) -> str | None:
+        """Return the module that saved the first of them."""
+        return self._entries[0].key.rpartition(":")[0] if self._entries else None
+
+    def waiting(self) -> int:
+        """Return how many of them a graph holds that no backward has asked for."""
+        unused = (entry.record for entry in self._entries if not entry.uses)
+        return sum(ref is not None and ref() is not None for ref in unused)
 
     def forward_begins(self) -> bool:
         """Take note that a forward begins; return whether no graph holds anything of the one before the last.
@@ -194,7 +218,7 @@ class Recorder:
                 self._look.setdefault(self._position, []).append(held)
 
     def turn(self) -> None:
-        """Take note that backward begins. A storage that is alive without us is held by the program."""
+        """Take note that a backward begins. What was saved since the last, and lives without us, the program holds."""
         self._coming.clear()
         for held in (held for of in self._look.values() for held in of):
             still = self._is_held(held.known)
@@ -203,12 +227,13 @@ class Recorder:
             if still is not None:
                 self._ended(held)
         self._look.clear()
-        for entry in self._entries:
+        for entry in self._entries[self._turned :]:
             still = None if entry.known is None else self._is_held(entry.known)
             if still:
                 self._outlived.add(entry.key)
             elif still is not None:
                 self._outlived.discard(entry.key)
+        self._turned, self.waited = len(self._entries), self.waiting()
 
     def trace(self) -> Trace:
         """Return the trace; if it was measured, wait for the device to finish the iteration.

@@ -19,6 +19,8 @@ class Agenda:
     ----------
     actions : iterable of (str, Action)
         Sites and their actions; of two for one site the last holds.
+    heard : collection of str
+        Further sites of which the hooks must be told.
 
     Attributes
     ----------
@@ -33,7 +35,7 @@ class Agenda:
         Python objects that the hooks hold under these plans; see `migrator.saved.garbage`.
     """
 
-    def __init__(self, actions: Iterable[tuple[str, Action]] = ()) -> None:
+    def __init__(self, actions: Iterable[tuple[str, Action]] = (), heard: Collection[str] = ()) -> None:
         by_path: dict[str, dict[int, Action]] = {}
         for key, action in actions:
             path, number = _parted(key)
@@ -49,7 +51,7 @@ class Agenda:
         for key in frozenset[str]().union(*(one.found for one in verified)):
             path, number = _parted(key)
             self._noted.setdefault(path, set()).add(number)
-        busy.update(self._noted)
+        busy.update(self._noted, (_parted(key)[0] for key in heard))
         around = {path[:at] for path in by_path for at, letter in enumerate(path) if letter == "."}
         bypassed = {path: True for path in by_path.keys() - busy if "." in path}
         between = {path: None for path in around - busy - by_path.keys() if "." in path}

@@ -18,6 +18,9 @@ LOOKS = 16
 UNRECORDED = 2
 """Iterations in a row that may end so: programs that begin each one with such forwards are to have plans, too."""
 
+GROWTH = 64
+"""How many times what waits for a backward an iteration may save: a graph that is never used must not keep it open."""
+
 
 class Movers:
     """The movers of one thread; `make` is `make_mover` of `migrator.saved.saver.Saver`."""
@@ -77,6 +80,20 @@ class Movers:
         if self._place.recording and self._looks < LOOKS:
             self._unrecorded = 0
         self._looks = 0
+
+    def was_early(self, module: str) -> bool:
+        """Return whether the backward that began last was an early one, by what is recorded; see `EarlyBackwards`.
+
+        Parameters
+        ----------
+        module : str
+            The module that saves a tensor after it.
+        """
+        recorders = self._recorders
+        saved, waited = sum(recorder.saved for recorder in recorders), sum(recorder.waited for recorder in recorders)
+        waiting = sum(recorder.waiting() for recorder in recorders)
+        begins_anew = any(recorder.first_module == module for recorder in recorders)
+        return waiting > waited / 2 and waiting > saved / GROWTH and not begins_anew
 
     def forget_dead_forward(self) -> None:
         """Restart the iteration if all that it saved is dead: its forward raised, or no backward followed.

@@ -23,6 +23,7 @@ from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.saved.actions import Action, Go, Owner, Recompute, Stay
 from torch_tiers.migrator.saved.agenda import Agenda
 from torch_tiers.migrator.saved.dropped import Dropped
+from torch_tiers.migrator.saved.early_backwards import EarlyBackwards
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.movable import MIN_BYTES, Movable
 from torch_tiers.migrator.saved.mover import Mover
@@ -87,6 +88,7 @@ class Saver(OnStack):
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers = Movers(make_mover, self.place)
+        self._early_backwards = EarlyBackwards(self.place, self.movers)
         self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the iteration under way goes by
         self.steps_before = 0  # optimizer steps made before the iteration began
         self._root_begins = root_begins
@@ -175,12 +177,12 @@ class Saver(OnStack):
 
     def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
         """Use these actions from the next iteration on."""
-        self._agenda = self.place.agenda = Agenda(actions)
+        self._agenda = self.place.agenda = Agenda(actions, self._early_backwards.sites)
         self._listen()
         self._allowance.hold(self, self._agenda.objects)
 
     def end_iteration(self, *, stepped: bool = False) -> None:
-        """End the iteration if its backward has begun. Optimizer steps and the next forward call this.
+        """End the iteration if its backward has begun. Optimizer steps call this, and the next forward's first save.
 
         Where hooks are bypassed the begin of backward may have gone unnoticed. Then a step of the leading optimizer
         (`stepped`) ends the iteration all the same.
@@ -209,7 +211,7 @@ class Saver(OnStack):
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
             # at once, or soon, and the order of this iteration is being played back already.
             return keep(tensor)
-        if self.place.in_backward:
+        if self.place.in_backward and not self._early_backwards.goes_on():
             self.end_iteration()
         node = self.place.here
         if node.iteration != self.place.iteration:

@@ -54,6 +54,7 @@ FAMILIES = (
     "compiled",
     "direct",
     "disk",
+    "early_backwards",
     "exceptions",
     "functional",
     "graphs",

@@ -74,6 +74,26 @@ def test_what_the_program_itself_keeps_is_not_worth_moving() -> None:
     assert nbytes_of(later) == {"loss:0": 0}
 
 
+def test_what_the_program_kept_as_its_backward_began_is_not_worth_moving_though_it_is_gone_as_another_begins() -> None:
+    recorder, storages, logits = Recorder(set()), built().Storages(), tensor()
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    recorder.turn()
+    del logits
+    recorder.save("loss:1", None)
+    recorder.turn()
+    assert nbytes_of(recorder) == {"loss:0": 0, "loss:1": 0}
+
+
+def test_a_tensor_waits_for_backward_until_that_asks_for_it_or_no_graph_holds_it() -> None:
+    recorder = Recorder(set())
+    used, dead, waits = (recorder.save(f"Net.fc:{k}", None) for k in range(3))
+    assert used and waits
+    recorder.turn()
+    used.used()
+    del dead
+    assert (recorder.first_module, recorder.saved, recorder.waited, recorder.waiting()) == ("Net.fc", 3, 3, 1)
+
+
 def test_what_only_backward_needs_is_worth_moving() -> None:
     recorder, x = Recorder(set()), tensor()
     recorder.save("a:0", moved(known(built().Storages(), x), State.AWAY))

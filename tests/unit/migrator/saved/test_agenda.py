@@ -67,3 +67,9 @@ def test_modules_from_which_others_are_made_are_not_bypassed() -> None:
     bypassed = Stay(mover, 1, 1, bypass=True)
     agenda = Agenda([("Net.fc:0", bypassed), ("Net.act:0", recompute("Net.fc:0"))])
     assert not agenda.bypass
+
+
+def test_modules_of_which_the_hooks_must_be_told_are_not_bypassed() -> None:
+    bypassed = Stay(mover, 1, 1, bypass=True)
+    agenda = Agenda([("Net.fc:0", bypassed), ("Net.head:0", bypassed)], heard={"Net.head:3"})
+    assert agenda.bypass == {"Net.fc": True}
