@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SHAPES = 3  # for which the same operators have given the same bits at a site, after which others need not be tried
 
+MOST = 1024  # shapes that are remembered of a site: a program may have new ones in every iteration
+
 CHOSEN = re.compile("mm|mv|dot|conv|attention|rnn|lstm|gru|matmul|linear|linalg|fft|cudnn|miopen|mkldnn|::")
 """In the names of operators whose kernel a library chooses by the shape, or of which nothing is known."""
 
@@ -59,17 +61,27 @@ class Verified(NamedTuple):
         """Return this, merged with what was verified `before` under the same conditions."""
         if before is None or before._replace(held={}, found=self.found) != self._replace(held={}):
             return self
-        return self._replace(held={**before.held, **self.held}, found=before.found | self.found)
+        held = {**before.held, **self.held}
+        held = dict(list(held.items())[-MOST:]) if len(held) > MOST else held
+        return self._replace(held=held, found=before.found | self.found)
 
     def find(self, base: Tensor, replays: Replays) -> tuple[Replay, int] | None:
         """Return the replay of a tensor and the index of its result, if the conditions still hold.
 
         Returns None if they do not, or if there is no replay.
         """
+        found = self._candidate(base, replays)
+        return None if found is None or self.took(found) is None else replays.joined(found)
+
+    def untried(self, base: Tensor, replays: Replays) -> Replay | None:
+        """Return the replay of a tensor that has another shape than all that were tried; None if there is none."""
+        found = self._candidate(base, replays)
+        return None if found is None or self.took(found) is not None else found
+
+    def _candidate(self, base: Tensor, replays: Replays) -> Replay | None:
         if layout(base) != self.layout or base._version != self.version or replays.choices is not self.choices:
             return None
-        found = replays.find(base)
-        return None if found is None or self.took(found) is None else replays.joined(found)
+        return replays.find(base)
 
     def took(self, replay: Replay, index: int = 0) -> Took | None:
         """Return the cost of one result of a replay, if that was verified; else None.
@@ -80,10 +92,16 @@ class Verified(NamedTuple):
         name = replay.names[index]
         if name in self.held:
             return self.held[name]
-        alike = [took for held, took in self.held.items() if operators_of(held) == operators_of(name)]
-        if len(alike) < SHAPES or not are_alike_for_all_shapes(replay.operators):
+        if not are_alike_for_all_shapes(replay.operators):
             return None
-        return max(alike)
+        alike = [took for held, took in self.held.items() if operators_of(held) == operators_of(name)]
+        return max(alike) if len(alike) >= SHAPES else None
+
+
+def add(to: dict[str, Verified], new: Mapping[str, Verified]) -> None:
+    """Add what was verified by now, by site."""
+    for key, verified in new.items():
+        to[key] = verified.besides(to.get(key))
 
 
 def are_alike_for_all_shapes(operators: Iterable[str]) -> bool:
@@ -98,7 +116,17 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the parts of a layout that must be as in the trial: strides and dtype; sizes only if not contiguous."""
+    """Return the parts of a layout that must be as in the trial: dtype, and dimensions in the order of their strides.
+
+    Sizes are among them only where elements do not lie one after the other: in every iteration they may be others.
+    """
     if tensor.is_contiguous():
         return (tensor.dim(), tensor.dtype)
-    return (tensor.size(), tensor.stride(), tensor.dtype)
+    size, stride = tensor.size(), tensor.stride()
+    order = sorted((k for k in range(len(size)) if size[k] != 1), key=stride.__getitem__, reverse=True)
+    dense = 1
+    for k in reversed(order):
+        if stride[k] != dense:
+            return (size, stride, tensor.dtype)
+        dense *= size[k]
+    return (tensor.dim(), tensor.dtype, tuple(order))

@@ -13,15 +13,26 @@ from torch_tiers.migrator.model.plan import PageGroup
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.group import Saved
 from torch_tiers.migrator.planner.paces import Pace
-from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.recompute.replays import Peek, Replay
 from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.recording.storages import Storages
-from torch_tiers.migrator.saved.dropped import Dropped
+from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
 
 Find: TypeAlias = Callable[[Verified, Tensor], "tuple[Replay, int] | None"]
 """What makes a tensor again, as far as it was verified; None if nothing does now."""
+
+
+class Shapes(Protocol):
+    """Tries recomputations; see `migrator.saved.spot_checks.Checks`."""
+
+    differing: set[str]
+
+    def try_shape(
+        self, key: str, original: Tensor, made: Recomputed, verified: Verified, look: Callable[[], Peek]
+    ) -> None:
+        """Recompute a site's tensor if its shape came before, and was not tried."""
 
 
 class Owner(Protocol):
@@ -30,6 +41,10 @@ class Owner(Protocol):
     engine: Engine
     recorder: Recorder | None
     storages: Storages
+    verified: dict[str, Verified]
+
+    @property
+    def checks(self) -> Shapes: ...  # noqa: D102
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
         """Put a saved tensor into a group."""

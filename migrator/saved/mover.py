@@ -17,7 +17,7 @@ from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.offload.filling import Filling
 from torch_tiers.migrator.offload.group import State
-from torch_tiers.migrator.recompute.verified import Verified, base_of
+from torch_tiers.migrator.recompute.verified import Verified, add, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.saved.actions import Action, Find, Go, Moved, Recompute
 from torch_tiers.migrator.saved.device_plans import DevicePlans
@@ -281,7 +281,9 @@ class Mover:
             peak = self.engine.end_iteration()
             self._begin()
             changed = self.plans.iteration_over(trace, peak, whole=whole, alone=alone, overflow=overflow, host=host)
-            if self.checks.iteration_over():
+            differs = self.checks.iteration_over()
+            add(self.verified, self.checks.take_held())
+            if differs:
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
                 self.learner.forget()
                 changed = False  # plans that are there just now were made with what differs
@@ -298,8 +300,7 @@ class Mover:
         trace = recorder.trace()  # which waits for the device
         if not self.engine.compute.capturing():
             self.engine.compute.tidy()
-        for key, verified in recorder.verified.items():
-            self.verified[key] = verified.besides(self.verified.get(key))
+        add(self.verified, recorder.verified)
         if not self.learner.plans:
             self.plans.room.see_beside(trace, self._allocated_before)
         return trace

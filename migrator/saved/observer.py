@@ -1,4 +1,4 @@
-"""Finds out which saved tensors could be recomputed, while an iteration is recorded."""
+"""Finds out which saved tensors could be recomputed: while an iteration is recorded, and of new shapes later on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch_tiers.migrator.recompute.replays import Replay, Replays
 from torch_tiers.migrator.recompute.trials import Trial
 from torch_tiers.migrator.recompute.verified import Took, Verified, base_of, layout
 from torch_tiers.migrator.recording.record import Recording
-from torch_tiers.migrator.saved.dropped import Dropped
+from torch_tiers.migrator.saved.actions import Recompute
+from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
 from torch_tiers.migrator.saved.movable import Movable
-from torch_tiers.migrator.saved.packed import Packed
+from torch_tiers.migrator.saved.packed import Look, Packed
 from torch_tiers.migrator.saved.parts import is_of_a_buffer
 
 
@@ -32,6 +33,17 @@ class Observer:
     def find(self, verified: Verified, base: Tensor) -> tuple[Replay, int] | None:
         """Return the replay that recomputes a tensor, if it is as it was when that was `verified`; else None."""
         return None if self.replays is None else verified.find(base, self.replays)
+
+    def met(self, tensor: Tensor, make: Recompute) -> None:
+        """Try a tensor that was to be dropped, and was not: if that is as its shape has not been tried."""
+        mover, key = make.mover, make.key
+        if self.replays is None or mover.recorder is not None or key in mover.checks.differing:
+            return
+        base, verified = base_of(tensor), mover.verified.get(key, make.verified)
+        what = verified.untried(base, self.replays)
+        if what is not None and not mover.engine.compute.capturing():
+            made = Recomputed(base, what, 0, mover.engine)
+            mover.checks.try_shape(key, base, made, verified, Look)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """Prepare a trial recomputation of the tensor's storage, if this is its first tensor."""

@@ -327,7 +327,10 @@ class Saver(OnStack):
 
     def drop(self, tensor: Tensor, make: Recompute) -> Packed:
         """Pack a tensor that the plan drops and recomputes; keep or move it if no recomputation is known to hold."""
-        return make.mover.drop(tensor, make, self._observer.find, self.place.here.kind)
+        packed = make.mover.drop(tensor, make, self._observer.find, self.place.here.kind)
+        if type(packed) is not Dropped:
+            self._observer.met(tensor, make)
+        return packed
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers.by_device:

@@ -1,9 +1,12 @@
-"""Checks from time to time that dropped tensors are still recomputed bit for bit.
+"""Checks that what is dropped is recomputed bit for bit, while the original is there: now and then, and new shapes.
 
 A recomputation is used once a trial has succeeded. Later it may give other bits: a library may choose another kernel.
 So one dropped tensor after the other is recomputed right when it is dropped, and compared with the original. A site
 where they differ is no longer dropped. A tensor that is recomputed from more than `CHAIN` other dropped ones is never
 checked.
+
+A tensor of a shape that has not been tried is not dropped. When that shape comes for the second time it is tried, and
+dropped from then on: so are those of programs whose sizes change from step to step and come again.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.native.copy import lane
-from torch_tiers.migrator.recompute.replays import Peek, Replay, operators_of, run
+from torch_tiers.migrator.recompute.replays import Peek, operators_of, run
 from torch_tiers.migrator.recompute.trials import same_bits
+from torch_tiers.migrator.recompute.verified import Took, Verified, add
 from torch_tiers.migrator.saved.dropped import Recomputed
 from torch_tiers.migrator.streams import Compute, Event
 from torch_tiers.migrator.tape.closure import Differs
@@ -32,16 +36,30 @@ PART = 0.003  # of the program's time, on average
 ROOM = 0.9  # of the budget in use: with more, nothing is made that the program does not ask for
 PATIENCE = 16  # iterations for which a site is waited for: iterations differ
 CHAIN = 16  # others that are dropped, too, and are to be made for one that is looked at: at most
+MOST = 1 << 14  # shapes, over all sites, that are remembered as having come
 
 
 class _Check(NamedTuple):
-    """A check that the device works on: its site, its operators, and the result, which is valid after `end`."""
+    """A check that the device works on: its site, its replay's name, and the result, which is valid after `end`.
+
+    Of a shape that is tried it has what will be `verified`, and the host's seconds; the device's are until `made`.
+    """
 
     key: str
-    operators: str
+    name: str
     is_same: Tensor
     begin: Event
+    made: Event
     end: Event
+    host: float
+    verified: Verified | None
+
+    def took(self) -> Took:
+        """Return what to recompute it takes; as bytes besides the result, what it took for other shapes."""
+        assert self.verified is not None
+        seconds = _seconds(self.begin, self.made)
+        scratch = max(took.scratch for took in self.verified.held.values())
+        return Took(self.host if seconds is None else seconds, scratch, self.host)
 
 
 class Checks:
@@ -65,6 +83,7 @@ class Checks:
     def __init__(self, compute: Compute, budget: int) -> None:
         self.on = False
         self.differing: set[str] = set()
+        self._held: dict[str, Verified] = {}  # shapes that gave the same bits, by site
         self._compute = compute
         self._budget = budget
         self._times: dict[str, int] = {}  # how often each site was looked at
@@ -72,7 +91,8 @@ class Checks:
         self._waited = 0  # iterations, for that
         self._may_take = 0.0  # seconds
         self._since = time.perf_counter()
-        self._pending: _Check | None = None
+        self._pending: list[_Check] = []
+        self._met: dict[tuple[str, str], bool] = {}  # shapes of sites that came: whether each was tried
         self._used_memory = False  # in this iteration
         self._news = False
 
@@ -84,14 +104,46 @@ class Checks:
         if not self.on:
             return
         times = self._times.setdefault(key, 0)
-        if (self._next is not None and key != self._next) or self._may_take < 0 or self._pending is not None:
+        is_busy = any(check.verified is None for check in self._pending)
+        if (self._next is not None and key != self._next) or self._may_take < 0 or is_busy:
             return
         self._times[key], self._next = times + 1, ""  # no other in this iteration
+        began = time.perf_counter()
+        if self._has_room(made):
+            self._compare(key, original, made, look)
+            self._may_take -= time.perf_counter() - began
+
+    def try_shape(
+        self, key: str, original: Tensor, made: Recomputed, verified: Verified, look: Callable[[], Peek]
+    ) -> None:
+        """Recompute a site's tensor if its shape came before, and was not tried; `verified` is what holds for others.
+
+        A shape that comes once is not worth it: a mixture of experts has new ones in every step.
+        """
+        shape = key, made.replay.names[made.index]
+        if len(self._met) >= MOST:
+            self._met.clear()
+        if shape not in self._met:
+            self._met[shape] = False
+        elif not self._met[shape] and self._has_room(made):
+            self._met[shape] = True
+            self._compare(key, original, made, look, verified)
+
+    def _has_room(self, made: Recomputed) -> bool:
         chain = made.sources(CHAIN)
         needed = 2 * (made.nbytes + sum(each.nbytes for each in chain or ()))
-        if chain is None or (self._budget and self._compute.allocated() + needed > ROOM * self._budget):
-            return
-        began, self._used_memory = time.perf_counter(), True
+        is_full = self._budget and self._compute.allocated() + needed > ROOM * self._budget
+        return chain is not None and not is_full
+
+    def _compare(
+        self,
+        key: str,
+        original: Tensor,
+        made: Recomputed,
+        look: Callable[[], Peek],
+        verified: Verified | None = None,
+    ) -> None:
+        self._used_memory = True
         # There may be no memory for it, or no room to bring an input back: the program did not ask for this. What was
         # allocated is freed before it counts as the program's again.
         with (
@@ -101,20 +153,24 @@ class Checks:
             _disable_current_modes(),
         ):
             try:
-                self._compare(key, original, made.replay, made.index, look())
+                self._issue(key, original, made, look(), verified)
             except Differs:
-                self._found(key, operators_of(made.replay.names[made.index]))
-        self._may_take -= time.perf_counter() - began
+                if verified is None:
+                    self._found(key, operators_of(made.replay.names[made.index]))
 
-    def _compare(self, key: str, original: Tensor, replay: Replay, index: int, peek: Peek) -> None:
-        begin = self._compute.mark(self._compute.stream())
-        again = run(replay, peek)[index]
+    def _issue(self, key: str, original: Tensor, made: Recomputed, peek: Peek, verified: Verified | None) -> None:
+        name = made.replay.names[made.index]
+        begin, began = self._compute.mark(self._compute.stream()), time.perf_counter()
+        again = run(made.replay, peek)[made.index]
+        host, ready = time.perf_counter() - began, self._compute.mark(self._compute.stream())
+        if verified is not None and (again.size(), again.stride()) != (original.size(), original.stride()):
+            return
         same = same_bits(again.untyped_storage(), original.untyped_storage(), 0)
         is_same = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=same.is_cuda)
         with torch.no_grad():
             is_same.copy_(same, non_blocking=True)
         end = self._compute.mark(self._compute.stream())
-        self._pending = _Check(key, operators_of(replay.names[index]), is_same, begin, end)
+        self._pending.append(_Check(key, name, is_same, begin, ready, end, host, verified))
 
     def iteration_over(self) -> bool:
         """Grant the next iteration its share of time; return whether a site turned out to differ. Wait for no check."""
@@ -136,15 +192,23 @@ class Checks:
         news, self._news = self._news, False
         return news
 
+    def take_held(self) -> dict[str, Verified]:
+        """Return the shapes that gave the same bits since the last call, by site."""
+        held, self._held = self._held, {}
+        return held
+
     def _see(self) -> None:
-        check = self._pending
-        if check is None or not check.end.query():
-            return
-        self._pending = None
-        if isinstance(check.begin, lane.TimedEvent) and isinstance(check.end, lane.TimedEvent):
-            self._may_take -= check.begin.elapsed_time(check.end) / 1e3  # the host was charged as it issued that
-        if not check.is_same.item():
-            self._found(check.key, check.operators)
+        done = [check for check in self._pending if check.end.query()]
+        self._pending = [check for check in self._pending if check not in done]
+        for check in done:
+            is_same = bool(check.is_same)
+            if check.verified is not None:
+                if is_same:
+                    add(self._held, {check.key: check.verified._replace(held={check.name: check.took()})})
+                continue
+            self._may_take -= _seconds(check.begin, check.end) or 0.0  # the host was charged as it issued that
+            if not is_same:
+                self._found(check.key, operators_of(check.name))
 
     def _found(self, key: str, operators: str) -> None:
         self._news = True
@@ -155,3 +219,10 @@ class Checks:
             key,
             operators,
         )
+
+
+def _seconds(start: Event, end: Event) -> float | None:
+    """Return the device's seconds between two events that were passed; None without a GPU."""
+    if isinstance(start, lane.TimedEvent) and isinstance(end, lane.TimedEvent):
+        return start.elapsed_time(end) / 1e3
+    return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tests.scenarios import REMADE, assert_same, batch, gradients, main, moving, train
+from tests.scenarios import REMADE, assert_same, batch, bits, deterministic_kernels, gradients, main, moving, train
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.assembly import Session
 from torch_tiers.migrator.recompute.replays import operators_of
@@ -313,6 +313,36 @@ def takes_what_has_another_shape_than_the_one_that_was_tried(device: torch.devic
         return results
 
     assert_same(program, device, moves=False, **REMADE)
+
+
+def recomputes_shapes_that_come_again(device: torch.device) -> None:
+    """Of more than are recorded, in a layout of their own. One is tried when it comes for the second time."""
+    sizes = [(side, across) for side in (32, 40, 48, 56) for across in (32, 40, 48)]
+
+    def program() -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.GELU())]
+        model = nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        generator, results, dropped = torch.Generator().manual_seed(1), [], []
+        for size in 5 * sizes:
+            images = torch.randn(4, 16, *size, generator=generator).to(device)
+            loss = model(images.contiguous(memory_format=torch.channels_last)).square().mean()
+            dropped.append(sum(type(each) is Dropped for each in gc.get_objects()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach())
+        return [*results, *model.parameters()], dropped
+
+    with deterministic_kernels():
+        expected, _ = program()
+        with moving(**REMADE):
+            results, dropped = program()
+    assert bits(results) == bits(expected)
+    each = len(sizes)
+    assert 0 < min(dropped[each : 2 * each]) < max(dropped), "most were not recorded"
+    assert {*dropped[-each:]} == {max(dropped)}
 
 
 class _Masked(nn.Module):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
 
@@ -58,3 +59,20 @@ def test_nor_is_what_may_add_in_another_order_the_next_time_trusted(operator: st
 )
 def test_others_are(operator: str) -> None:
     assert finds(["add", operator, "gelu"], 3)
+
+
+def test_a_layout_is_the_same_for_other_sizes_unless_elements_lie_apart() -> None:
+    def told(*size: int, view: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        return layout(view(torch.empty(size)))
+
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "contiguous": lambda x: x,
+        "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+        "transposed": lambda x: x.transpose(0, 3),
+    }
+    found = {name: told(4, 8, 3, 5, view=view) for name, view in views.items()}
+    assert found == {name: told(2, 16, 7, 9, view=view) for name, view in views.items()}
+    assert len({*found.values()}) == 3
+    parts = lambda x: x[:, ::2]  # noqa: E731
+    assert told(4, 8, 3, 5, view=parts) != told(2, 16, 7, 9, view=parts)
+    assert told(4, 8, view=lambda x: x.half()) != told(4, 8, view=views["contiguous"])
