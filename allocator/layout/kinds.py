@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_tiers.allocator.layout.packing import Ints
-from torch_tiers.allocator.layout.sequence import TOLERATED, TOLERATED_SHARE, Log
+from torch_tiers.allocator.layout.sequence import TOLERATED, TOLERATED_SHARE, Largest, Log
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 MOST = 8  # kinds to remember: the layout is made for all of them that come back
@@ -23,6 +24,15 @@ class _Kind:
     predicted: SequenceLayout
     seen: int  # the period in which it came last
     returned: bool = False
+    vary: npt.NDArray[np.bool_] | None = None  # which sizes are others in other periods of it
+
+    def has(self, sizes: Ints) -> bool:
+        """Whether a period with requests of these sizes is of this kind."""
+        if len(sizes) != len(self.sizes):
+            return False
+        differs = sizes != self.sizes
+        different = np.count_nonzero(differs if self.vary is None else differs & ~self.vary)
+        return bool(different <= min(max(TOLERATED, TOLERATED_SHARE * len(sizes)), len(sizes) // 8))
 
 
 class Kinds:
@@ -82,11 +92,17 @@ class Kinds:
         self._known = [kind for kind in self._known if kind not in stale]
         return any(kind.returned for kind in stale)
 
-    def learn(self, log: Log, predicted: SequenceLayout) -> None:
-        """Remember the prediction made from the period that has just ended, for its kind."""
+    def learn(self, log: Log, predicted: SequenceLayout, largest: Largest | None = None) -> None:
+        """Remember the prediction made from the period that has just ended, for its kind.
+
+        One for the `largest` sizes is for all kinds that differ in sizes alone.
+        """
+        if largest is not None:
+            self._known = [kind for kind in self._known if len(kind.sizes) != len(largest.sizes)]
         kind = self._kind_of(log)
         if kind is None:
             kind = _Kind(log.requests["bytes"].astype(np.int64), predicted, self._period)
+            kind.vary = None if largest is None else largest.vary.copy()
         else:
             kind.predicted = predicted
             kind.returned |= kind is not self._known[-1]
@@ -104,10 +120,5 @@ class Kinds:
         return [kind.predicted for kind in self._laid_out]
 
     def _kind_of(self, log: Log) -> _Kind | None:
-        sizes = log.requests["bytes"]
-        for kind in self._known:
-            if len(sizes) == len(kind.sizes):
-                different = np.count_nonzero(sizes != kind.sizes)
-                if different <= min(max(TOLERATED, TOLERATED_SHARE * len(sizes)), len(sizes) // 8):
-                    return kind
-        return None
+        sizes = log.requests["bytes"].astype(np.int64)
+        return next((kind for kind in self._known if kind.has(sizes)), None)

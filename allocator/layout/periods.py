@@ -17,13 +17,14 @@ from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.layout.evaluations import Evaluations
 from torch_tiers.allocator.layout.kinds import Kinds
 from torch_tiers.allocator.layout.residence import Residence
-from torch_tiers.allocator.layout.sequence import LayoutDecision, Watch, predict, repeats
+from torch_tiers.allocator.layout.sequence import Largest, LayoutDecision, Log, Watch, predict, repeats
 from torch_tiers.allocator.native import HBM, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import GiB, round_up
 
 log = logging.getLogger("tiers")
 
+MORE = 1.03  # times what is alive at once, as packing adds up to 3%
 ENDS = 8  # pages at the ends of heaps that are used in part, at most
 
 
@@ -60,6 +61,7 @@ class Periods:
         self._claims = claims
         self._watch = Watch()
         self._kinds = Kinds()
+        self._largest: Largest | None = Largest()  # None: HBM does not hold the largest of all requests together
         self._evaluations = Evaluations(core)
         self._departed = 0  # unpredicted requests, until the last period ended
         self._calm: _Calm | None = None
@@ -154,6 +156,7 @@ class Periods:
             self._trim(partial(core.trim, new_plans))  # gradients, too, are freed by now
             watch.expect_new_plans()
             kinds.forget()
+            self._largest = Largest()
             return False
         repeated = bool(now.repeated) and not self._evaluations.has_cut
         forgot = None if demoted else _forgot_after(now, since, watch, kinds, repeated=repeated)
@@ -163,24 +166,34 @@ class Periods:
             return not forgot
         last, before = self._evaluations.logs()
         sizes = last.requests["bytes"].astype(np.int64)
-        decision = watch.period_over(sizes, since, repeated=repeats(last, before))
+        largest = self._largest
+        differs = largest is not None and largest.period_over(last, before) and watch.has_many_kinds
+        decision = watch.period_over(sizes, since, repeated=repeats(last, before), differs_in_sizes=differs)
         forgot = kinds.period_over(last)
         if decision is LayoutDecision.FORGET:
             kinds.forget()
             core.forget_layout(core.counts().hbm_limit)  # and grow as far as that is
         elif demoted or decision is LayoutDecision.RENEW:
-            counts = core.counts()
-            # What is in use now lives on; and heaps end with pages that are used in part.
-            room = counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * core.page_bytes
-            predicted = predict(last, before, max(0, room))
-            if predicted is not None:
-                kinds.learn(last, predicted)
-                self._set_layout(kinds.layouts())
+            self._lay_out(last, before, largest if differs else None)
         elif forgot:
             self._set_layout(kinds.layouts())
         return False
 
     # ----------------------------------------------------------------------------------- layouts
+
+    def _lay_out(self, last: Log, before: Log, largest: Largest | None) -> None:
+        """Lay out what is predicted from the last period, or from the `largest` of those that differ in sizes alone."""
+        core, counts = self.core, self.core.counts()
+        # What is in use now lives on; and heaps end with pages that are used in part.
+        room = max(0, counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * core.page_bytes)
+        predicted = predict(last, before, room, largest)
+        if largest is not None and predicted is not None and predicted.total > _bound(largest.most_alive, room):
+            # No period has all that together: as of experts, of which now one and now another has more to do.
+            self._largest = largest = None
+            predicted = predict(last, before, room)
+        if predicted is not None:
+            self._kinds.learn(last, predicted, largest)
+            self._set_layout(self._kinds.layouts())
 
     def _lay_out_again(self) -> None:
         """Unmap what an evaluation left idle in DRAM, which other processes may need, and begin the layout anew."""
@@ -232,6 +245,11 @@ class Periods:
         The program is not out of memory without it: between two periods, all that the next one needs lies idle.
         """
         return self._claims.more(self._device, self.core, GiB)
+
+
+def _bound(most_alive: int, room: int) -> float:
+    """The most bytes of a layout for the largest requests: where HBM holds each period, it is to hold that, too."""
+    return room if most_alive <= room else MORE * most_alive
 
 
 def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:

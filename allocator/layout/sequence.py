@@ -26,6 +26,7 @@ MISLED = 0.5  # with a larger share of them unpredicted, a layout does harm
 TRUSTED = 2  # layouts in a row that were misled, after which only a period that comes again is laid out
 ALIKE = 0.9  # of the requests: a period that has them as another had them comes again
 REMEMBERED = 8  # periods that one may repeat
+MANY = 12  # periods that were none of these: there are more kinds than can be laid out one by one
 EAGER = 8  # looks in a row without a pause: programs take some steps until they repeat
 LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
 
@@ -73,12 +74,15 @@ class Log:
         return Log(requests, self.events - int(gone[-1]))
 
 
-def predict(last: Log, before: Log | None = None, room: int = 0) -> SequenceLayout | None:
+def predict(
+    last: Log, before: Log | None = None, room: int = 0, largest: Largest | None = None
+) -> SequenceLayout | None:
     """Predict that the last period comes again, and lay it out, on the stream that requests the most.
 
     Blocks that were alive at the end of `last` die in the next period if they did so in the period after `before`,
     which had the same sequence. Otherwise they are predicted again, but get no place: if they stay alive, they would be
     in the way there. State is not predicted again: it lives as long as the program. For `room`, in bytes, see `pack`.
+    With `largest` each request has a place for the most bytes that it has had.
 
     Returns
     -------
@@ -91,18 +95,20 @@ def predict(last: Log, before: Log | None = None, room: int = 0) -> SequenceLayo
     streams, number = np.unique(requests["stream"], return_inverse=True)
     main = int(np.argmax(np.bincount(number, weights=requests["bytes"].astype(np.float64))))
     births, deaths = requests["birth"].astype(np.int64), requests["death"].astype(np.int64)
-    if before is not None and repeats(last, before):
+    if before is not None and (repeats(last, before) or (largest is not None and is_like(last, before))):
         wraps = (deaths < 0) & (before.requests["death"] >= before.events)
         deaths[wraps] = before.requests["death"][wraps] - before.events + last.events
     comes = (number == main) & ((deaths >= 0) | (requests["class"] != STATE))
-    births, deaths, sizes = births[comes], deaths[comes], requests["bytes"][comes].astype(np.int64)
+    births, deaths = births[comes], deaths[comes]
+    sizes = (requests["bytes"].astype(np.int64) if largest is None else largest.sizes)[comes]
     placed = (deaths >= 0) & (deaths - births <= last.events)
     if not placed.any():
         return None
     layout = pack(sizes[placed], births[placed], deaths[placed], last.events, room)
     offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
     offsets[placed] = layout.offsets
-    return SequenceLayout(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]))
+    vary = None if largest is None else largest.vary[comes]
+    return SequenceLayout(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]), vary)
 
 
 def _visits(layout: Layout, sizes: Ints) -> Ints:
@@ -114,9 +120,49 @@ def _visits(layout: Layout, sizes: Ints) -> Ints:
 
 def repeats(last: Log, before: Log) -> bool:
     """Whether two periods had the same requests, which died at the same events."""
+    return is_like(last, before) and np.array_equal(last.requests["bytes"], before.requests["bytes"])
+
+
+def is_like(last: Log, before: Log) -> bool:
+    """Whether two periods had as many requests, at the same events, whatever their sizes."""
     return last.events == before.events and all(
-        np.array_equal(last.requests[field], before.requests[field]) for field in ("bytes", "stream", "birth")
+        np.array_equal(last.requests[field], before.requests[field]) for field in ("stream", "birth")
     )
+
+
+class Largest:
+    """The most bytes that each request has had, over periods in a row that differ in sizes alone.
+
+    So it is where batches have other lengths, or images other sizes: one layout for the largest serves all of them.
+
+    Attributes
+    ----------
+    sizes : array of int64, shape (requests,)
+        The most bytes of each request.
+    vary : array of bool, shape (requests,)
+        Which requests had other sizes.
+    most_alive : int
+        The most bytes of a period that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        self._restart(np.zeros(0, np.int64))
+
+    def _restart(self, sizes: Ints) -> None:
+        self.sizes, self.vary, self.most_alive = sizes, np.zeros(len(sizes), np.bool_), 0
+
+    def period_over(self, last: Log, before: Log | None) -> bool:
+        """Take in a period; return whether it was like the one before, and any of these periods had other sizes."""
+        sizes = last.requests["bytes"].astype(np.int64)
+        if before is None or not is_like(last, before):
+            self._restart(sizes)
+            return False
+        if len(self.sizes) != len(sizes):
+            self._restart(before.requests["bytes"].astype(np.int64))
+        self.vary |= sizes != self.sizes
+        self.sizes = np.maximum(self.sizes, sizes)
+        self.most_alive = max(self.most_alive, last.most_alive(), before.most_alive())
+        return bool(self.vary.any())
 
 
 class LayoutDecision(Enum):
@@ -143,6 +189,12 @@ class Watch:
         self._lacking = False  # whether there is no layout, and one should be made
         self._misled = 0  # layouts in a row that were of little use to a period that was new
         self._recent: deque[Ints] = deque(maxlen=REMEMBERED)  # periods' sizes
+        self._new = 0  # periods that were none of the recent ones
+
+    @property
+    def has_many_kinds(self) -> bool:
+        """Whether periods are of more kinds than can be laid out one by one."""
+        return self._new >= MANY
 
     def refused(self) -> None:
         """The layout could not be set: look again, as rarely as at a program that never repeats."""
@@ -174,7 +226,9 @@ class Watch:
         """Count so many periods that repeated the last, which did not have to be looked at."""
         self._period += periods
 
-    def period_over(self, sizes: Ints, departed: int, *, repeated: bool) -> LayoutDecision:
+    def period_over(
+        self, sizes: Ints, departed: int, *, repeated: bool, differs_in_sizes: bool = False
+    ) -> LayoutDecision:
         """Count a period in which `departed` requests were not as predicted; return what to do about the layout.
 
         If the period repeated the one before, a few departures are enough: the program repeats by now, and the layout
@@ -186,13 +240,17 @@ class Watch:
             The bytes of each request.
         repeated : bool
             Whether the period was the same as the one before.
+        differs_in_sizes : bool
+            Whether it was but for sizes, and a layout for the largest of them may serve it.
         """
         self._period += 1
-        came_before = any(
+        is_known = any(
             len(sizes) == len(others) and np.count_nonzero(sizes == others) >= ALIKE * len(sizes)
             for others in self._recent
         )
         self._recent.append(sizes)
+        self._new += not is_known
+        came_before = is_known or differs_in_sizes
         has_layout = self._looks > 0 and not self._lacking
         if has_layout and departed <= (TOLERATED if repeated else TOLERATED_SHARE * len(sizes)):
             self._came_as_laid_out()

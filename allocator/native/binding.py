@@ -169,7 +169,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_share": [ctypes.c_int],
         "tn_mark": [ctypes.POINTER(Glance)],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],
-        "tn_set_layout": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
+        "tn_set_layout": [U64, U64, *[ctypes.c_void_p] * 4, U64, ctypes.c_void_p],
         "tn_forget_layout": [U64],
         "tn_wait_to_move": [U64, ctypes.c_int],
         "tn_on": [U64, ctypes.c_int],

@@ -199,12 +199,13 @@ class Core:
             If the stream is being captured; then the layout stays as it was.
         """
         counts = np.array([len(one.sizes) for one in sequences], np.uint64)
-        sizes = np.concatenate([one.sizes.astype(np.uint64) for one in sequences])
-        places = np.concatenate([one.offsets for one in sequences])
+        requests = [np.concatenate([one.least.astype(np.uint64) for one in sequences])]
+        requests += [np.concatenate([one.sizes.astype(np.uint64) for one in sequences])]
+        requests += [np.concatenate([one.offsets for one in sequences])]
         visits = np.zeros(max(len(one.visits) for one in sequences), np.int64)
         for one in sequences:
             visits[: len(one.visits)] += one.visits
-        pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(visits), visits.ctypes.data)
+        pointers = (counts.ctypes.data, *(each.ctypes.data for each in requests), len(visits), visits.ctypes.data)
         checked(self._library.tn_set_layout(self._core, sequences[0].stream, len(sequences), *pointers))
 
     def forget_layout(self, expected: int = 0) -> None:

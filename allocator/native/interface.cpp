@@ -253,14 +253,16 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
   return log.requests.size();
 }
 
-int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
-                  const uint64_t *offsets, uint64_t units, const int64_t *visits) {
+int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *least,
+                  const uint64_t *bytes, const uint64_t *offsets, uint64_t units, const int64_t *visits) {
   return enter(core, [&] {
     if (!sequences) return fail(Status::Invalid, "a layout is made of one sequence or more");
     std::vector<Sequence> all(sequences);
     for (Sequence &one : all) {
+      one.least.assign(least, least + *counts);
       one.bytes.assign(bytes, bytes + *counts);
       one.offsets.assign(offsets, offsets + *counts);
+      least += *counts;
       bytes += *counts;
       offsets += *counts++;
     }

@@ -13,33 +13,37 @@ constexpr uint64_t kElsewhere = UINT64_MAX;
 
 }  // namespace
 
-// Which request of the present sequence this is, by its bytes; `kNone` where the program departs from the sequence.
+// Which request of the present sequence this is, by its bytes, or by its number where these vary; `kNone` where the
+// program departs from the sequence.
 size_t tn_core::follow(uint64_t bytes) {
-  const auto *all = &layout.sequences[layout.present].bytes;
-  auto comes = [&](size_t at) { return at < all->size() && (*all)[at] == bytes; };
+  const Sequence *all = &layout.sequences[layout.present];
   size_t found = layout.next;
-  if (!comes(found) && layout.back != kNone && comes(layout.back)) {
+  if (!all->has(found, bytes) && layout.back != kNone && all->has_surely(layout.back, bytes)) {
     found = layout.back;  // it jumped ahead for a request that is new in this period: go on where it left
     layout.back = kNone;
   }
   // Or this period is another sequence, which is the same up to here.
-  for (size_t other = 0; !comes(found) && other < layout.sequences.size(); ++other) {
-    const auto &its = layout.sequences[other].bytes;
-    if (found >= its.size() || found > all->size() || its[found] != bytes) continue;
-    if (!std::equal(its.begin(), its.begin() + found, all->begin())) continue;
+  for (size_t other = 0; !all->has(found, bytes) && other < layout.sequences.size(); ++other) {
+    const Sequence &its = layout.sequences[other];
+    if (found > all->bytes.size() || !its.has(found, bytes)) continue;
+    if (!std::equal(its.bytes.begin(), its.bytes.begin() + found, all->bytes.begin())) continue;
     layout.present = other;
     layout.back = kNone;  // it is a position in the other sequence
     all = &its;
   }
-  if (comes(found)) {
+  if (all->has(found, bytes)) {
     layout.next = found + 1;
     layout.lost -= layout.lost > 0;
     return found;
   }
   ++stats.departed;
+  if (found < all->bytes.size() && all->varies(found)) {
+    layout.next = found + 1;  // it is larger than it ever was, which the next layout knows
+    return kNone;
+  }
   layout.lost = std::min(layout.lost + 1, 2 * kLost);
-  size_t end = std::min(all->size(), layout.next + kWindow);
-  while (found < end && !comes(found)) ++found;
+  size_t end = std::min(all->bytes.size(), layout.next + kWindow);
+  while (found < end && !all->has_surely(found, bytes)) ++found;
   if (found < end) {
     // Either some requests did not come, or this one is new; the next request will show. Until then this one gets no
     // place in the layout: if it is new and stays alive, it would be in the way of all that are to come there.

@@ -22,17 +22,25 @@ class SequenceLayout:
     stream : int
         The stream of the requests.
     sizes : array of int64, shape (requests,)
-        Bytes of each request.
+        The most bytes of each request.
     offsets : array of uint64, shape (requests,)
         Bytes from the begin of the region; `ELSEWHERE` for a request that has no place in it.
     visits : array of int64, shape (pages,)
         How many requests lie on each page of the region in a period: busy pages are kept in HBM.
+    vary : array of bool, shape (requests,), optional
+        Which requests have other sizes in other periods, up to theirs here. These are told by their number alone.
     """
 
     stream: int
     sizes: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.uint64]
     visits: npt.NDArray[np.int64]
+    vary: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def least(self) -> npt.NDArray[np.int64]:
+        """The least bytes of each request."""
+        return self.sizes if self.vary is None else np.where(self.vary, 0, self.sizes)
 
     @property
     def total(self) -> int:

@@ -42,8 +42,16 @@ struct Log {
   }
 };
 
-struct Sequence {  // a kind of period: its requests, and where in the region they lie
-  std::vector<uint64_t> bytes, offsets;
+struct Sequence {  // a kind of period: its requests, the least and the most bytes of each, and where in the region it
+                   // lies
+  std::vector<uint64_t> least, bytes, offsets;
+
+  bool varies(size_t request) const { return least[request] < bytes[request]; }
+  bool has(size_t request, uint64_t nbytes) const {
+    return request < bytes.size() && least[request] <= nbytes && nbytes <= bytes[request];
+  }
+  // That request and no other: of one whose size varies the size tells little.
+  bool has_surely(size_t request, uint64_t nbytes) const { return has(request, nbytes) && !varies(request); }
 };
 
 struct Layout {

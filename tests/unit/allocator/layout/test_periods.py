@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -198,12 +200,48 @@ def test_kinds_that_take_turns_are_all_laid_out(pages: OnOneCore, core: Core, ki
 def test_where_every_period_is_new_none_is_laid_out(pages: OnOneCore, core: Core) -> None:
     pages.begin()
     for period in range(40):
-        step(core, *((1 + (7 * period + 3 * request) % 13) * MiB + period * 512 for request in range(4)))
+        step(core, *((1 + (7 * period + 3 * request) % 13) * MiB + period * 512 for request in range(4 + period % 3)))
         pages.period_over()
         if period == 4:
             before = core.counts()
     assert core.counts().planned == before.planned
     assert core.counts().departed == before.departed, "there is nothing to depart from"
+
+
+def test_periods_that_differ_in_sizes_alone_are_laid_out_for_the_largest(pages: OnOneCore, core: Core) -> None:
+    """As with images of many sizes. A request that is larger than ever lies elsewhere, and those after it do not."""
+    pages.begin()
+
+    def periods(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            scale = 1 + 5 * number % 17
+            step(core, 512, scale * 512 * 1024, 2 * MiB, scale * MiB, 512)
+            pages.period_over()
+
+    periods(range(34))
+    before = core.counts()
+    periods(range(3, 20))
+    after = core.counts()
+    assert after.planned - before.planned == 5 * 17
+    assert (after.maps, after.unmaps, after.departed) == (before.maps, before.unmaps, before.departed)
+    step(core, 512, 20 * MiB, 2 * MiB, MiB, 512)
+    assert (core.counts().planned - after.planned, core.counts().departed - after.departed) == (4, 1)
+
+
+def test_where_hbm_holds_each_period_and_not_all_of_the_largest_together_none_is_laid_out(
+    pages: OnOneCore, core: Core
+) -> None:
+    """As with experts of which now one and now another has more tokens."""
+    pages.begin()
+    for period in range(60):
+        one, other = (1 + period * 3 % 19) * MiB, (1 + period * 5 % 19) * MiB
+        for block in [core.allocate(size) for size in (one, other, 60 * MiB - one - other)]:
+            core.free(block)
+        pages.period_over()
+        assert core.counts().dram == 0
+        if period == 40:
+            before = core.counts()
+    assert (core.counts().planned, core.counts().departed) == (before.planned, before.departed)
 
 
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(

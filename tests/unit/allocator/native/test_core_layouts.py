@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.unit.cores import DRAM, HBM, PAGE, fill, holds, sequence_layout, set_layout
@@ -152,6 +154,28 @@ def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -
     core.allocate(512)  # has its place, which the new one was not given
     counts = core.counts()
     assert (counts.departed, counts.planned, counts.misplaced) == (1, 4, 0)
+
+
+def test_a_request_whose_size_varies_is_told_by_its_number(core: Core) -> None:
+    sizes, offsets, vary = [512, 4 * MiB, 2 * MiB, 6 * MiB], [0, 2 * MiB, 6 * MiB, 8 * MiB], [False, True, False, True]
+    core.set_layout(replace(sequence_layout(sizes, offsets), vary=np.array(vary)))
+    first, *others = placed = [core.allocate(size) for size in (512, 3 * MiB, 2 * MiB, MiB)]
+    assert [other - first for other in others] == offsets[1:]
+    for address in placed:
+        core.free(address)
+    core.mark()
+    first, larger, *others = [core.allocate(size) for size in (512, 5 * MiB, 2 * MiB, 6 * MiB)]
+    assert larger - first not in range(14 * MiB), "it is larger than its place"
+    assert [other - first for other in others] == offsets[2:]
+    assert core.counts().departed == 1
+
+
+def test_one_request_more_among_those_whose_sizes_vary_is_noticed_at_the_next_that_does_not(core: Core) -> None:
+    sizes, vary = [512, 4 * MiB, 2 * MiB, 6 * MiB, 3 * MiB], [False, True, False, True, False]
+    offsets = [0, 2 * MiB, 6 * MiB, 8 * MiB, 14 * MiB]
+    core.set_layout(replace(sequence_layout(sizes, offsets), vary=np.array(vary)))
+    first, *_, last = [core.allocate(size) for size in (512, MiB, MiB, 2 * MiB, 5 * MiB, 3 * MiB)]
+    assert last - first == offsets[-1]
 
 
 def test_a_request_off_the_sequence_is_no_part_of_it(core: Core) -> None:
