@@ -11,7 +11,7 @@ peak. From then on `budget` corrects both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
@@ -250,6 +250,10 @@ class Learner:
         if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
             return verdict.completes  # trials allow what the cached plans recompute: actions are to be looked up anew
         return self._plan()
+
+    def do_without(self, keys: Collection[str]) -> bool:
+        """Plan anew, as these sites' tensors cannot be recomputed after all; return whether `plans` changed."""
+        return self._recordings.do_without(keys) and not self._recordings.learning and self._plan()
 
     def relink(self, links: Links) -> bool:
         """Plan with other `links` from now on, corrected as before; return whether `plans` changed.

@@ -8,8 +8,9 @@ recordings grow. A kind that comes too rarely to be met by them is waited for. P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import is_not
 
 from torch_tiers.migrator.controller.kinds import CONSIDERABLE, are_of_one_kind
 from torch_tiers.migrator.model.timing import together
@@ -131,6 +132,13 @@ class Recordings:
             if kind.outgrown == OUTGROWN:
                 kind.trace, kind.outgrown, shrunk = largest, 0, True
         return shrunk
+
+    def do_without(self, keys: Collection[str]) -> bool:
+        """Have nothing recomputed that was saved at these sites; return whether anything was."""
+        before = self.traces
+        for kind in self._kinds:
+            kind.trace = kind.trace.without(keys)
+        return any(map(is_not, self.traces, before))
 
     def planned(self, iteration: int) -> None:
         """Begin the pause until the next look: there are plans for what was recorded."""

@@ -6,7 +6,7 @@ asked for again); `times` and `others` hold the measurements at each position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -125,6 +125,13 @@ class Trace:
         """Return the same iteration with other clocks."""
         (*times, seconds), _ = wall(clocks)
         return replace(self, clocks=clocks, times=tuple(times), seconds=seconds)
+
+    def without(self, keys: Collection[str]) -> Trace:
+        """Return the same iteration, in which nothing is recomputed that was saved at these sites."""
+        idents = {site.storage for site in self.sites if site.key in keys}
+        if idents.isdisjoint(self.recipes):
+            return self
+        return replace(self, recipes={ident: how for ident, how in self.recipes.items() if ident not in idents})
 
     @cached_property
     def lead(self) -> float:

@@ -109,9 +109,7 @@ class Trials:
         verified = self._verified.get(key)
         if verified is None or verified.choices is not chosen:
             return False
-        if (verified.layout, verified.version) != (layout(base), base._version):
-            return False
-        if (took := verified.took(what, index)) is None:
+        if verified.version != base._version or (took := verified.took(what, index, base)) is None:
             return False
         verified = verified._replace(found=verified.found.union(what.keys))
         self._held[ident] = (_recipe(what.names[index], took, inputs), verified)

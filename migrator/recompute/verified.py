@@ -42,7 +42,7 @@ class Verified(NamedTuple):
     held : mapping of str to Took
         The cost of each, by name: a convolution has one for each of several shapes.
     layout : tuple
-        The layout of their result.
+        The layout of their result; of the last that were verified.
     version : int
         How often their result had been changed in place.
     found : frozenset of str
@@ -59,7 +59,7 @@ class Verified(NamedTuple):
 
     def besides(self, before: Verified | None) -> Verified:
         """Return this, merged with what was verified `before` under the same conditions."""
-        if before is None or before._replace(held={}, found=self.found) != self._replace(held={}):
+        if before is None or (before.version, before.choices) != (self.version, self.choices):
             return self
         held = {**before.held, **self.held}
         held = dict(list(held.items())[-MOST:]) if len(held) > MOST else held
@@ -71,19 +71,19 @@ class Verified(NamedTuple):
         Returns None if they do not, or if there is no replay.
         """
         found = self._candidate(base, replays)
-        return None if found is None or self.took(found) is None else replays.joined(found)
+        return None if found is None or self.took(found, 0, base) is None else replays.joined(found)
 
     def untried(self, base: Tensor, replays: Replays) -> Replay | None:
         """Return the replay of a tensor that has another shape than all that were tried; None if there is none."""
         found = self._candidate(base, replays)
-        return None if found is None or self.took(found) is not None else found
+        return None if found is None or self.took(found, 0, base) is not None else found
 
     def _candidate(self, base: Tensor, replays: Replays) -> Replay | None:
-        if layout(base) != self.layout or base._version != self.version or replays.choices is not self.choices:
+        if base._version != self.version or replays.choices is not self.choices:
             return None
         return replays.find(base)
 
-    def took(self, replay: Replay, index: int = 0) -> Took | None:
+    def took(self, replay: Replay, index: int, base: Tensor) -> Took | None:
         """Return the cost of one result of a replay, if that was verified; else None.
 
         It counts as verified, too, if it was for several other shapes and shapes do not matter: otherwise nothing could
@@ -92,7 +92,7 @@ class Verified(NamedTuple):
         name = replay.names[index]
         if name in self.held:
             return self.held[name]
-        if not are_alike_for_all_shapes(replay.operators):
+        if layout(base) != self.layout or not are_alike_for_all_shapes(replay.operators):
             return None
         alike = [took for held, took in self.held.items() if operators_of(held) == operators_of(name)]
         return max(alike) if len(alike) >= SHAPES else None

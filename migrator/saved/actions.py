@@ -27,7 +27,7 @@ Find: TypeAlias = Callable[[Verified, Tensor], "tuple[Replay, int] | None"]
 class Shapes(Protocol):
     """Tries recomputations; see `migrator.saved.spot_checks.Checks`."""
 
-    differing: set[str]
+    refused: set[str]
 
     def try_shape(
         self, key: str, original: Tensor, made: Recomputed, verified: Verified, look: Callable[[], Peek]

@@ -112,7 +112,7 @@ class Mover:
         """Plan for what a mover with another budget has recorded, with what held when it was tried. May raise."""
         with self.engine.lock:
             self.verified |= before.verified
-            self.checks.differing |= before.checks.differing
+            self.checks.refused |= before.checks.refused
             if self.plans.follow(before.learner) and not self.learner.records_next:
                 self.record_no_more()
 
@@ -120,7 +120,7 @@ class Mover:
         self.engine.hbm.used_up = 0
         meter = self.engine.meter = self.engine.compute.meter(held=held)
         return Recorder(
-            self._outlived, meter, self._resident, self.verified, self.checks.differing, tries=not self._keeps
+            self._outlived, meter, self._resident, self.verified, self.checks.refused, tries=not self._keeps
         )
 
     def _resident(self) -> int:
@@ -205,7 +205,7 @@ class Mover:
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
         """Drop a saved tensor that is recomputed later; put it into a group if the recomputation no longer holds."""
-        if make.key in self.checks.differing:
+        if make.key in self.checks.refused:
             return self.take(tensor, make.key, None, kind)
         fresh = None
         with self.engine.lock:
@@ -228,7 +228,7 @@ class Mover:
             dropped = Dropped(tensor, made, make, record)
         if fresh is not None and self.checks.on and not self.engine.compute.capturing():
             self.checks.look(make.key, base, fresh, Look)
-            if make.key in self.checks.differing:
+            if make.key in self.checks.refused:
                 return self.take(tensor, make.key, None, kind)
         return dropped
 
@@ -284,9 +284,11 @@ class Mover:
             differs = self.checks.iteration_over()
             add(self.verified, self.checks.take_held())
             if differs:
-                self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
+                self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.refused}
                 self.learner.forget()
                 changed = False  # plans that are there just now were made with what differs
+            elif new := self.checks.refuse_fresh():
+                changed |= self.learner.do_without(new)
             if self.learner.records_next:
                 self.recorder = self._new_recorder()
             records = self.recorder is not None

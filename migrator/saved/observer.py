@@ -37,7 +37,7 @@ class Observer:
     def met(self, tensor: Tensor, make: Recompute) -> None:
         """Try a tensor that was to be dropped, and was not: if that is as its shape has not been tried."""
         mover, key = make.mover, make.key
-        if self.replays is None or mover.recorder is not None or key in mover.checks.differing:
+        if self.replays is None or mover.recorder is not None or key in mover.checks.refused:
             return
         base, verified = base_of(tensor), mover.verified.get(key, make.verified)
         what = verified.untried(base, self.replays)

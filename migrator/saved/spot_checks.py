@@ -27,6 +27,7 @@ from torch_tiers.migrator.recompute.replays import Peek, operators_of, run
 from torch_tiers.migrator.recompute.trials import same_bits
 from torch_tiers.migrator.recompute.verified import Took, Verified, add
 from torch_tiers.migrator.saved.dropped import Recomputed
+from torch_tiers.migrator.saved.fresh_shapes import FreshShapes
 from torch_tiers.migrator.streams import Compute, Event
 from torch_tiers.migrator.tape.closure import Differs
 
@@ -76,13 +77,14 @@ class Checks:
     ----------
     on : bool
         Whether any is to be made: none in an iteration that is measured.
-    differing : set of str
-        Sites at which something else was made than was dropped, for good.
+    refused : set of str
+        Sites of which nothing is dropped any more: something else was made than was dropped, or each shape is new.
     """
 
     def __init__(self, compute: Compute, budget: int) -> None:
         self.on = False
-        self.differing: set[str] = set()
+        self.refused: set[str] = set()
+        self._fresh = FreshShapes()
         self._held: dict[str, Verified] = {}  # shapes that gave the same bits, by site
         self._compute = compute
         self._budget = budget
@@ -125,6 +127,7 @@ class Checks:
             self._met.clear()
         if shape not in self._met:
             self._met[shape] = False
+            self._fresh.came(key)
         elif not self._met[shape] and self._has_room(made):
             self._met[shape] = True
             self._compare(key, original, made, look, verified)
@@ -192,6 +195,12 @@ class Checks:
         news, self._news = self._news, False
         return news
 
+    def refuse_fresh(self) -> set[str]:
+        """Count an iteration; refuse the sites at which nearly every shape is new, and return them."""
+        found = self._fresh.iteration_over() - self.refused
+        self.refused |= found
+        return found
+
     def take_held(self) -> dict[str, Verified]:
         """Return the shapes that gave the same bits since the last call, by site."""
         held, self._held = self._held, {}
@@ -212,7 +221,7 @@ class Checks:
 
     def _found(self, key: str, operators: str) -> None:
         self._news = True
-        self.differing.add(key)
+        self.refused.add(key)
         log.warning(
             "the tensor saved by %s is no longer recomputed bit for bit by %s: from now on it is offloaded. Gradients "
             "since its trial may differ from plain PyTorch's in their last bits",

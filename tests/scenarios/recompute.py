@@ -345,6 +345,21 @@ def recomputes_shapes_that_come_again(device: torch.device) -> None:
     assert {*dropped[-each:]} == {max(dropped)}
 
 
+def plans_without_what_has_a_new_shape_in_every_step(device: torch.device) -> None:
+    """What experts save of their tokens. A product's result is dropped at shapes that were tried, so it never is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.GELU()))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    planned = []
+    with moving(**REMADE) as session:
+        for step in range(80):
+            model(batch(device, 0, rows=4096 - 16 * step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            planned.append(_dropped(session))
+    assert planned[20] > planned[-1] > 0, "sums and activations are dropped at any shape"
+
+
 class _Masked(nn.Module):
     """From its tenth forward on it masks what an operation made that might have been in place, and was not."""
 

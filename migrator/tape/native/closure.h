@@ -90,7 +90,7 @@ struct Closure {
 uint64_t signature_of(const Closure &closure) {
   uint64_t hash = closure.calls.size();
   for (const Called &call : closure.calls) {
-    hash = mix(hash, call.step->number);
+    hash = mix(hash, call.step->kind);
     hash = mix(hash, uint64_t(call.writes_count) << 32 | uint64_t(call.grad) << 31 | call.fresh_count);
   }
   for (const int32_t slot : closure.wires) hash = mix(hash, uint64_t(slot));

@@ -47,7 +47,7 @@ enum Code : uint8_t {
 struct Recipe;  // see recipe.h
 
 struct Step {
-  uint64_t number = 0;                      // of its kind, in this process
+  uint64_t kind = 0;                        // by its words: the same whenever it is made anew, in this process
   const c10::OperatorName *name = nullptr;  // where the dispatcher has it
   const Effects *effects = nullptr;
   Words words;                                       // inputs, then outputs

@@ -66,7 +66,7 @@ class Steps {
       scratch.fresh = std::make_shared<Step>(*call.step);
     }
     Step &step = *scratch.fresh;
-    step.number = made_++;
+    step.kind = hash_of(words, words.size());
     step.words = words;
     step.words.shrink_to_fit();
     call.step = scratch.fresh;
@@ -85,7 +85,6 @@ class Steps {
 
  private:
   std::unordered_multimap<uint64_t, StepPointer> all_;  // by what they are called with
-  uint64_t made_ = 0;
   size_t swept_ = 0;
   std::vector<StepPointer> before_;  // of the record before
   size_t cursor_ = 0;                // the one among these that is likely to come next

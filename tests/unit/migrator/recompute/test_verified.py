@@ -33,7 +33,7 @@ def test_it_is_taken_to_take_as_long_as_the_longest_of_those() -> None:
     held = {f"gelu()#{shape}": Took(float(shape), 0) for shape in range(4)}
     verified = Verified(held, (2, torch.float32), 0, frozenset(), None)
     replay: Any = SimpleNamespace(names=["gelu()#new"], operators=("gelu",))
-    assert verified.took(replay) == Took(3.0, 0)
+    assert verified.took(replay, 0, torch.ones(4, 8)) == Took(3.0, 0)
 
 
 def test_shapes_of_other_operators_do_not_count() -> None:

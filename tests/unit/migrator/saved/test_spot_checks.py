@@ -52,7 +52,7 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
         assert saver is not None
         (mover,) = saver.movers.armed
         dropped = {key for plan in mover.learner.plans for key in plan.recompute}
-        assert len(mover.checks.differing) == 1 and dropped and dropped.isdisjoint(mover.checks.differing)
+        assert len(mover.checks.refused) == 1 and dropped and dropped.isdisjoint(mover.checks.refused)
         assert all(map(torch.equal, step(model, 3), step(plain, 3)))
     said = [
         record.getMessage() for record in caplog.records if "no longer recomputed bit for bit" in record.getMessage()
@@ -133,4 +133,4 @@ def test_a_check_does_not_depend_on_the_program_s_default_device(monkeypatch: py
         monkeypatch.setattr(made.replay, "run", lambda values: [torch.ones(16, device="cpu")])
         looked.look("net:0", torch.ones(16, device="cpu"), made, mock.Mock())  # type: ignore[arg-type]
         assert not looked.iteration_over()
-    assert not looked.differing
+    assert not looked.refused

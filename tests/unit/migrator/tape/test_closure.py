@@ -116,6 +116,23 @@ def test_signature_tells_what_is_computed(taped: Taped) -> None:
     assert signature(torch.sort(x)[0]) != signature(torch.sort(x)[1])
 
 
+def test_signature_is_the_same_however_many_other_operators_came_in_between(recorder: Recorder) -> None:
+    """As in a program of many sizes. What was verified of a closure is known by its signature."""
+
+    def signature() -> int:
+        taped = Taped(recorder)
+        made = found(taped.find(torch.ones(3).mul(2).add(1))).signature
+        recorder.stop()
+        return made
+
+    first = signature()
+    for size in range(3000):
+        Taped(recorder)
+        torch.ones(4 + size)
+        recorder.stop()
+    assert signature() == first
+
+
 def test_record_keeps_no_memory(taped: Taped) -> None:
     x = torch.ones(100)
     y = x + 1
