@@ -51,7 +51,7 @@ class Kinds:
     def period_over(self, log: Log) -> bool:
         """Count a period; whether a kind that was laid out is forgotten, so that its memory can be released."""
         self._period += 1
-        self._present = self._kind_of(log)
+        self._present = self._kind_of(log.requests["bytes"].astype(np.int64))
         return self._came()
 
     def forget(self) -> None:
@@ -97,18 +97,16 @@ class Kinds:
 
         One for the `largest` sizes is for all kinds that differ in sizes alone.
         """
-        if largest is not None:
-            self._known = [kind for kind in self._known if len(kind.sizes) != len(largest.sizes)]
-        kind = self._kind_of(log)
-        if kind is None:
-            kind = _Kind(log.requests["bytes"].astype(np.int64), predicted, self._period)
-            kind.vary = None if largest is None else largest.vary.copy()
+        sizes = log.requests["bytes"].astype(np.int64)
+        if largest is None:
+            same = [kind for kind in (self._kind_of(sizes),) if kind]
         else:
-            kind.predicted = predicted
-            kind.returned |= kind is not self._known[-1]
-        self._present = kind
-        others = sorted((other for other in self._known if other is not kind), key=lambda other: other.seen)
-        self._known = [*others[1 - MOST :], kind]
+            same = [kind for kind in self._known if len(kind.sizes) == len(sizes)]
+        returned = any(kind.returned or kind is not self._known[-1] for kind in same)
+        vary = None if largest is None else largest.vary.copy()
+        self._present = _Kind(sizes, predicted, self._period, returned, vary)
+        others = sorted((kind for kind in self._known if kind not in same), key=lambda kind: kind.seen)
+        self._known = [*others[1 - MOST :], self._present]
 
     def layouts(self) -> list[SequenceLayout]:
         """The layouts to set: that of the kind that was learned last, and of those that have returned."""
@@ -119,6 +117,5 @@ class Kinds:
         self._laid_out = [last, *(other for other in others if other.predicted.stream == stream)]
         return [kind.predicted for kind in self._laid_out]
 
-    def _kind_of(self, log: Log) -> _Kind | None:
-        sizes = log.requests["bytes"].astype(np.int64)
+    def _kind_of(self, sizes: Ints) -> _Kind | None:
         return next((kind for kind in self._known if kind.has(sizes)), None)

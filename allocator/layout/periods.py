@@ -167,7 +167,7 @@ class Periods:
         last, before = self._evaluations.logs()
         sizes = last.requests["bytes"].astype(np.int64)
         largest = self._largest
-        differs = largest is not None and largest.period_over(last, before) and watch.has_many_kinds
+        differs = largest is not None and largest.period_over(last, before, self._room()) and watch.has_many_kinds
         decision = watch.period_over(sizes, since, repeated=repeats(last, before), differs_in_sizes=differs)
         forgot = kinds.period_over(last)
         if decision is LayoutDecision.FORGET:
@@ -183,17 +183,20 @@ class Periods:
 
     def _lay_out(self, last: Log, before: Log, largest: Largest | None) -> None:
         """Lay out what is predicted from the last period, or from the `largest` of those that differ in sizes alone."""
-        core, counts = self.core, self.core.counts()
-        # What is in use now lives on; and heaps end with pages that are used in part.
-        room = max(0, counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * core.page_bytes)
+        room = self._room()
         predicted = predict(last, before, room, largest)
-        if largest is not None and predicted is not None and predicted.total > _bound(largest.most_alive, room):
+        if largest is not None and predicted is not None and predicted.total > MORE * largest.most_alive:
             # No period has all that together: as of experts, of which now one and now another has more to do.
             self._largest = largest = None
             predicted = predict(last, before, room)
         if predicted is not None:
             self._kinds.learn(last, predicted, largest)
             self._set_layout(self._kinds.layouts())
+
+    def _room(self) -> int:
+        """Bytes of HBM for the region: what is in use now lives on, and heaps end with pages that are used in part."""
+        counts = self.core.counts()
+        return max(0, counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * self.core.page_bytes)
 
     def _lay_out_again(self) -> None:
         """Unmap what an evaluation left idle in DRAM, which other processes may need, and begin the layout anew."""
@@ -245,11 +248,6 @@ class Periods:
         The program is not out of memory without it: between two periods, all that the next one needs lies idle.
         """
         return self._claims.more(self._device, self.core, GiB)
-
-
-def _bound(most_alive: int, room: int) -> float:
-    """The most bytes of a layout for the largest requests: where HBM holds each period, it is to hold that, too."""
-    return room if most_alive <= room else MORE * most_alive
 
 
 def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:

@@ -27,6 +27,7 @@ TRUSTED = 2  # layouts in a row that were misled, after which only a period that
 ALIKE = 0.9  # of the requests: a period that has them as another had them comes again
 REMEMBERED = 8  # periods that one may repeat
 MANY = 12  # periods that were none of these: there are more kinds than can be laid out one by one
+OUTLIER = 2  # times as large as any period before it
 EAGER = 8  # looks in a row without a pause: programs take some steps until they repeat
 LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
 
@@ -47,9 +48,15 @@ class Log:
     requests: npt.NDArray[Any]
     events: int
 
-    def most_alive(self) -> int:
-        """The most bytes of these requests that were alive at once; no layout can be smaller."""
-        births, deaths, sizes = (self.requests[field].astype(np.int64) for field in ("birth", "death", "bytes"))
+    def main_stream(self) -> int:
+        """The stream that requests the most, which is the one to be laid out."""
+        streams, number = np.unique(self.requests["stream"], return_inverse=True)
+        return int(streams[np.argmax(np.bincount(number, weights=self.requests["bytes"].astype(np.float64)))])
+
+    def most_alive(self, stream: int | None = None) -> int:
+        """The most bytes of these requests, or those on one stream, that were alive at once; no layout is smaller."""
+        requests = self.requests if stream is None else self.requests[self.requests["stream"] == stream]
+        births, deaths, sizes = (requests[field].astype(np.int64) for field in ("birth", "death", "bytes"))
         change = np.zeros(self.events + 1, np.int64)
         np.add.at(change, births, sizes)
         died = (deaths >= 0) & (deaths < self.events)
@@ -92,13 +99,12 @@ def predict(
     requests = last.requests
     if not len(requests):
         return None
-    streams, number = np.unique(requests["stream"], return_inverse=True)
-    main = int(np.argmax(np.bincount(number, weights=requests["bytes"].astype(np.float64))))
+    main = last.main_stream()
     births, deaths = requests["birth"].astype(np.int64), requests["death"].astype(np.int64)
     if before is not None and (repeats(last, before) or (largest is not None and is_like(last, before))):
         wraps = (deaths < 0) & (before.requests["death"] >= before.events)
         deaths[wraps] = before.requests["death"][wraps] - before.events + last.events
-    comes = (number == main) & ((deaths >= 0) | (requests["class"] != STATE))
+    comes = (requests["stream"] == main) & ((deaths >= 0) | (requests["class"] != STATE))
     births, deaths = births[comes], deaths[comes]
     sizes = (requests["bytes"].astype(np.int64) if largest is None else largest.sizes)[comes]
     placed = (deaths >= 0) & (deaths - births <= last.events)
@@ -108,7 +114,7 @@ def predict(
     offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
     offsets[placed] = layout.offsets
     vary = None if largest is None else largest.vary[comes]
-    return SequenceLayout(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]), vary)
+    return SequenceLayout(main, sizes, offsets, _visits(layout, sizes[placed]), vary)
 
 
 def _visits(layout: Layout, sizes: Ints) -> Ints:
@@ -142,27 +148,41 @@ class Largest:
     vary : array of bool, shape (requests,)
         Which requests had other sizes.
     most_alive : int
-        The most bytes of a period that were alive at once.
+        The most bytes of a period that were alive at once, on the stream that requests the most.
     """
 
     def __init__(self) -> None:
         self._restart(np.zeros(0, np.int64))
+        self._alike = 0  # periods in a row that were like the one before
+        self._wanted = 1  # so many before they are laid out: twice as many each time that another came between them
 
     def _restart(self, sizes: Ints) -> None:
         self.sizes, self.vary, self.most_alive = sizes, np.zeros(len(sizes), np.bool_), 0
 
-    def period_over(self, last: Log, before: Log | None) -> bool:
-        """Take in a period; return whether it was like the one before, and any of these periods had other sizes."""
+    def period_over(self, last: Log, before: Log | None, room: int) -> bool:
+        """Take in a period; return whether it and enough before it were alike, but for sizes.
+
+        One that HBM has no `room` for, in bytes, and that is twice as large as any before it, is not taken in: its
+        place would take memory, and DRAM, for as long as the others come.
+        """
         sizes = last.requests["bytes"].astype(np.int64)
-        if before is None or not is_like(last, before):
+        if before is None or not len(sizes) or not is_like(last, before):
+            if self._alike >= self._wanted:
+                self._wanted = min(LONGEST_PAUSE, 2 * self._wanted)
+            self._alike = 0
             self._restart(sizes)
             return False
+        self._alike += 1
         if len(self.sizes) != len(sizes):
             self._restart(before.requests["bytes"].astype(np.int64))
-        self.vary |= sizes != self.sizes
-        self.sizes = np.maximum(self.sizes, sizes)
-        self.most_alive = max(self.most_alive, last.most_alive(), before.most_alive())
-        return bool(self.vary.any())
+        if not self.most_alive:
+            self.most_alive = before.most_alive(before.main_stream())
+        most_alive = last.most_alive(last.main_stream())
+        if most_alive <= max(room, OUTLIER * self.most_alive):
+            self.vary |= sizes != self.sizes
+            self.sizes = np.maximum(self.sizes, sizes)
+            self.most_alive = max(self.most_alive, most_alive)
+        return self._alike >= self._wanted and bool(self.vary.any())
 
 
 class LayoutDecision(Enum):

@@ -37,11 +37,11 @@ size_t tn_core::follow(uint64_t bytes) {
     return found;
   }
   ++stats.departed;
+  layout.lost = std::min(layout.lost + 1, 2 * kLost);
   if (found < all->bytes.size() && all->varies(found)) {
     layout.next = found + 1;  // it is larger than it ever was, which the next layout knows
     return kNone;
   }
-  layout.lost = std::min(layout.lost + 1, 2 * kLost);
   size_t end = std::min(all->bytes.size(), layout.next + kWindow);
   while (found < end && !all->has_surely(found, bytes)) ++found;
   if (found < end) {

@@ -244,6 +244,50 @@ def test_where_hbm_holds_each_period_and_not_all_of_the_largest_together_none_is
     assert (core.counts().planned, core.counts().departed) == (before.planned, before.departed)
 
 
+def test_what_periods_need_that_trade_sizes_off_is_not_laid_out_together(pages: OnOneCore, core: Core) -> None:
+    """Nor where HBM would hold it: the region lay idle, and other streams had its pages or DRAM."""
+    pages.begin()
+    for period in range(60):
+        one = (1 + period * 3 % 19) * MiB
+        for block in [core.allocate(size) for size in (512, one, 20 * MiB - one)]:
+            core.free(block)
+        pages.period_over()
+        if period == 30:
+            before = core.counts()
+    assert (core.counts().planned, core.counts().maps) == (before.planned, before.maps)
+
+
+def test_where_periods_of_many_sizes_now_and_then_have_one_request_more_no_layouts_are_tried_for_ever(
+    pages: OnOneCore, core: Core
+) -> None:
+    """As with an `if` in the model: each cost packing, and hundreds of pages to map."""
+    pages.begin()
+    for period in range(120):
+        scale = 1 + 5 * period % 17 + period * 512 / MiB
+        more = [3 * MiB] * (period % 4 == 3)
+        step(core, 512, int(scale * MiB / 2), *more, 2 * MiB, int(scale * MiB), int(scale * MiB / 4))
+        pages.period_over()
+        if period == 60:
+            before = core.counts()
+    after = core.counts()
+    assert after.unmaps - before.unmaps == after.departed - before.departed == 0
+
+
+def test_a_period_that_is_many_times_as_large_once_takes_no_memory_in_those_after_it(
+    pages: OnOneCore, core: Core
+) -> None:
+    pages.more(64 * MiB)
+    pages.begin()
+    for period in range(60):
+        scale = 50 if period == 40 else 1 + 5 * period % 17
+        step(core, 512, scale * MiB // 2, 2 * MiB, scale * MiB, 512)
+        pages.period_over()
+    assert (core.counts().dram, core.counts().dram_peak > 0) == (0, True)
+    before = core.counts().planned
+    step(core, 512, 5 * MiB, 2 * MiB, 10 * MiB, 512)
+    assert core.counts().planned - before == 5
+
+
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

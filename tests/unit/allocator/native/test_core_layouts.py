@@ -170,6 +170,17 @@ def test_a_request_whose_size_varies_is_told_by_its_number(core: Core) -> None:
     assert core.counts().departed == 1
 
 
+def test_a_period_whose_requests_are_larger_than_ever_may_have_the_region(core: Core) -> None:
+    """Or it would take as much memory as it needs beside the region, which lies idle."""
+    vary = np.array([True] * 12)
+    core.set_layout(replace(sequence_layout([3 * MiB] * 12, [3 * MiB * k for k in range(12)]), vary=vary))
+    core.mark()
+    blocks = [core.allocate(4 * MiB) for _ in range(12)]
+    assert core.counts().hbm_peak < 60 * MiB  # not 36 of the region and 48 besides
+    for block in blocks:
+        core.free(block)
+
+
 def test_one_request_more_among_those_whose_sizes_vary_is_noticed_at_the_next_that_does_not(core: Core) -> None:
     sizes, vary = [512, 4 * MiB, 2 * MiB, 6 * MiB, 3 * MiB], [False, True, False, True, False]
     offsets = [0, 2 * MiB, 6 * MiB, 8 * MiB, 14 * MiB]
