@@ -15,6 +15,7 @@ from torch_tiers.allocator.layout.sequence import TOLERATED, TOLERATED_SHARE, La
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 MOST = 8  # kinds to remember: the layout is made for all of them that come back
+MANY = MOST + 4  # periods of no known kind: there are more than can be laid out one by one
 REMEMBERED = 64  # periods without a kind until it is forgotten, and what it alone had memory for
 
 
@@ -47,12 +48,19 @@ class Kinds:
         self._known: list[_Kind] = []
         self._laid_out: list[_Kind] = []
         self._present: _Kind | None = None  # of the last period
+        self._unknown = 0  # periods that were of no known kind
 
     def period_over(self, log: Log) -> bool:
         """Count a period; whether a kind that was laid out is forgotten, so that its memory can be released."""
         self._period += 1
         self._present = self._kind_of(log.requests["bytes"].astype(np.int64))
+        self._unknown += self._present is None
         return self._came()
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there are more kinds than can be laid out one by one, as where some sizes never come again."""
+        return self._unknown >= MANY
 
     def forget(self) -> None:
         """Forget all kinds: none comes again, and each would take its memory in every layout."""

@@ -62,6 +62,7 @@ class Periods:
         self._watch = Watch()
         self._kinds = Kinds()
         self._largest: Largest | None = Largest()  # None: HBM does not hold the largest of all requests together
+        self._in_dram = 0  # bytes, when it was last tried to have fewer there
         self._evaluations = Evaluations(core)
         self._departed = 0  # unpredicted requests, until the last period ended
         self._calm: _Calm | None = None
@@ -161,13 +162,14 @@ class Periods:
         repeated = bool(now.repeated) and not self._evaluations.has_cut
         forgot = None if demoted else _forgot_after(now, since, watch, kinds, repeated=repeated)
         if forgot is not None:
-            if forgot:
+            anew = forgot or (dram > 0 and self._has_room_now())
+            if anew:
                 self._set_layout(kinds.layouts())
-            return not forgot
+            return not anew
         last, before = self._evaluations.logs()
         sizes = last.requests["bytes"].astype(np.int64)
         largest = self._largest
-        differs = largest is not None and largest.period_over(last, before, self._room()) and watch.has_many_kinds
+        differs = largest is not None and largest.period_over(last, before, self._room()) and kinds.are_many
         decision = watch.period_over(sizes, since, repeated=repeats(last, before), differs_in_sizes=differs)
         forgot = kinds.period_over(last)
         if decision is LayoutDecision.FORGET:
@@ -197,6 +199,16 @@ class Periods:
         """Bytes of HBM for the region: what is in use now lives on, and heaps end with pages that are used in part."""
         counts = self.core.counts()
         return max(0, counts.hbm_limit - (counts.allocated - counts.demoted) - ENDS * self.core.page_bytes)
+
+    def _has_room_now(self) -> bool:
+        """Whether HBM has room by now for some of the layout's pages in DRAM, where kernels are slow; asked once."""
+        counts = self.core.counts()
+        in_dram = counts.dram - counts.demoted
+        total = max((layout.total for layout in self._kinds.layouts()), default=0)
+        if in_dram == self._in_dram or self._room() - (total - in_dram) < self.core.page_bytes:
+            return False
+        self._in_dram = in_dram
+        return True
 
     def _lay_out_again(self) -> None:
         """Unmap what an evaluation left idle in DRAM, which other processes may need, and begin the layout anew."""

@@ -26,7 +26,6 @@ MISLED = 0.5  # with a larger share of them unpredicted, a layout does harm
 TRUSTED = 2  # layouts in a row that were misled, after which only a period that comes again is laid out
 ALIKE = 0.9  # of the requests: a period that has them as another had them comes again
 REMEMBERED = 8  # periods that one may repeat
-MANY = 12  # periods that were none of these: there are more kinds than can be laid out one by one
 OUTLIER = 2  # times as large as any period before it
 EAGER = 8  # looks in a row without a pause: programs take some steps until they repeat
 LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
@@ -209,12 +208,6 @@ class Watch:
         self._lacking = False  # whether there is no layout, and one should be made
         self._misled = 0  # layouts in a row that were of little use to a period that was new
         self._recent: deque[Ints] = deque(maxlen=REMEMBERED)  # periods' sizes
-        self._new = 0  # periods that were none of the recent ones
-
-    @property
-    def has_many_kinds(self) -> bool:
-        """Whether periods are of more kinds than can be laid out one by one."""
-        return self._new >= MANY
 
     def refused(self) -> None:
         """The layout could not be set: look again, as rarely as at a program that never repeats."""
@@ -264,13 +257,11 @@ class Watch:
             Whether it was but for sizes, and a layout for the largest of them may serve it.
         """
         self._period += 1
-        is_known = any(
+        came_before = differs_in_sizes or any(
             len(sizes) == len(others) and np.count_nonzero(sizes == others) >= ALIKE * len(sizes)
             for others in self._recent
         )
         self._recent.append(sizes)
-        self._new += not is_known
-        came_before = is_known or differs_in_sizes
         has_layout = self._looks > 0 and not self._lacking
         if has_layout and departed <= (TOLERATED if repeated else TOLERATED_SHARE * len(sizes)):
             self._came_as_laid_out()

@@ -288,6 +288,26 @@ def test_a_period_that_is_many_times_as_large_once_takes_no_memory_in_those_afte
     assert core.counts().planned - before == 5
 
 
+def test_what_of_a_layout_lies_in_dram_comes_to_hbm_once_there_is_room(pages: OnOneCore, core: Core) -> None:
+    held = core.allocate(40 * MiB)
+    assert pages.more(32 * MiB)
+    pages.begin()
+    for _ in range(3):
+        step(core, 20 * MiB, 20 * MiB)
+        pages.period_over()
+    assert core.counts().dram == 16 * MiB
+    core.free(held)
+    for _ in range(2):
+        step(core, 20 * MiB, 20 * MiB)
+        pages.period_over()
+    assert core.counts().dram == 0
+    before = core.counts()
+    step(core, 20 * MiB, 20 * MiB)
+    pages.period_over()
+    after = core.counts()
+    assert (after.planned - before.planned, after.maps) == (2, before.maps)
+
+
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
