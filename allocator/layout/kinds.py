@@ -62,6 +62,11 @@ class Kinds:
         """Whether there are more kinds than can be laid out one by one, as where some sizes never come again."""
         return self._unknown >= MANY
 
+    @property
+    def total(self) -> int:
+        """Bytes of the region for all that are laid out."""
+        return max((kind.predicted.total for kind in self._laid_out), default=0)
+
     def forget(self) -> None:
         """Forget all kinds: none comes again, and each would take its memory in every layout."""
         self._known.clear()

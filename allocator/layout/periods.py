@@ -204,8 +204,7 @@ class Periods:
         """Whether HBM has room by now for some of the layout's pages in DRAM, where kernels are slow; asked once."""
         counts = self.core.counts()
         in_dram = counts.dram - counts.demoted
-        total = max((layout.total for layout in self._kinds.layouts()), default=0)
-        if in_dram == self._in_dram or self._room() - (total - in_dram) < self.core.page_bytes:
+        if in_dram == self._in_dram or self._room() - (self._kinds.total - in_dram) < self.core.page_bytes:
             return False
         self._in_dram = in_dram
         return True
