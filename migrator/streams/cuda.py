@@ -17,14 +17,14 @@ from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.streams import TIMED, TIMED_EVERY, Event, Gap, Memory, OperatorClock, Stream, peaks
 from torch_tiers.migrator.streams.hold import LONGEST
 from torch_tiers.migrator.streams.iteration_timer import IterationTimer
-from torch_tiers.migrator.streams.meter import CudaMeter
+from torch_tiers.migrator.streams.meter import CudaMeter, MarkTimes
 from torch_tiers.migrator.streams.pieces import Leaving, Piece, at_full_speed
 from torch_tiers.migrator.streams.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 MARKS = 64  # events by which it is measured what one takes
-BETWEEN = 2e-5  # seconds from one to the next: a stream passes no more than one in 11 us, however little is between
+BETWEEN = 2e-5  # seconds of a kernel that is longer than the time in which a stream passes no second event
 CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have
 
 
@@ -63,25 +63,31 @@ class CudaCompute:
         return self._library.record(self.device.index, wrapped(stream).cuda_stream)
 
     @functools.cached_property
-    def mark_seconds(self) -> float:
-        """What an event takes a stream that has more to do: some 3 us, as a small kernel. Waits for it.
+    def mark_times(self) -> MarkTimes:
+        """What events of ours take a stream, by kernels with and without one behind each. Waits for these."""
+        _, least = self._kernel_times(0.0)
+        plain, marked = self._kernel_times(BETWEEN)
+        return MarkTimes(max(0.0, marked - plain), least)
 
-        0 where the device was not busy for long enough to tell.
+    def _kernel_times(self, seconds: float) -> tuple[float, float]:
+        """Seconds of a kernel that does nothing for so long, alone and with an event behind it.
+
+        0 where the device was not held up for long enough to have all that before it.
         """
         stream = self.stream()
-        self.hold_up(LONGEST)  # so that the kernels are there when it comes to them
+        self.hold_up(LONGEST)
         with torch.cuda.device(self.device):
             points = [self.mark(stream)]
             for with_marks in (False, True):
                 for _ in range(MARKS):
-                    torch.cuda._sleep(int(BETWEEN * self._rate))
+                    torch.cuda._sleep(max(1, int(seconds * self._rate)))
                     if with_marks:
                         self.mark(stream)
                 points.append(self.mark(stream))
         in_time = not points[0].query()
         points[-1].synchronize()
-        plain, marked = (start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(points))
-        return max(0.0, marked - plain) / MARKS if in_time else 0.0
+        plain, marked = (start.elapsed_time(end) / 1e3 / MARKS for start, end in itertools.pairwise(points))
+        return (plain, marked) if in_time else (0.0, 0.0)
 
     def follow(self, stream: Stream, event: Event) -> Gap | None:
         """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""

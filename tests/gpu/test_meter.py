@@ -57,8 +57,16 @@ def test_kernels_take_as_long_with_positions_between_them_as_without(compute: Cu
     rounds = [(alone(x), recorded(compute, x)) for _ in range(5)]
     plain, seen = (median(times) for times in zip(*rounds, strict=True))
     each = [f"{1e6 * time / TICKS:.1f} us" for time in itertools.chain(*rounds)]
-    assert seen == pytest.approx(plain, rel=0.05), f"{each}, an event {1e6 * compute.mark_seconds:.2f} us"
+    assert seen == pytest.approx(plain, rel=0.05), f"{each}, {compute.mark_times}"
+
+
+def test_positions_with_nothing_between_them_take_no_time(compute: CudaCompute, x: Tensor) -> None:
+    torch.cuda.synchronize()
+    meter = compute.meter(held=True)
+    for _ in range(TICKS):
+        meter.tick(0)
+    assert float(meter.finish(0, [0] * (TICKS + 1)).seconds) < 1e-4
 
 
 def test_an_event_takes_a_stream_a_few_microseconds(compute: CudaCompute) -> None:
-    assert 5e-7 < compute.mark_seconds < 8e-6
+    assert 5e-7 < compute.mark_times.seconds < 8e-6 < compute.mark_times.least < 4e-5

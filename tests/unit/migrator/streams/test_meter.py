@@ -15,7 +15,7 @@ from tests.unit.migrator.streams.marks import Mark
 from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
 from torch_tiers.migrator.streams.hold import LONGEST
 from torch_tiers.migrator.streams.host import HostCompute
-from torch_tiers.migrator.streams.meter import CudaMeter, without
+from torch_tiers.migrator.streams.meter import CudaMeter, MarkTimes, without
 from torch_tiers.migrator.telemetry.counters import Counters
 
 gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
@@ -69,8 +69,8 @@ class FakeCompute:
 
     waited: object = None
 
-    def __init__(self, mark_seconds: float = 0.0) -> None:
-        self.mark_seconds = mark_seconds
+    def __init__(self, mark_times: MarkTimes = MarkTimes()) -> None:  # noqa: B008
+        self.mark_times = mark_times
         self.highest = 0  # bytes since the last look
         self.with_present = True
         self.stream_has: list[str] = []
@@ -251,7 +251,7 @@ def test_a_device_that_waits_for_our_own_work_is_not_busy(monkeypatch: pytest.Mo
 
 def test_what_our_own_events_take_the_device_is_not_the_program_s() -> None:
     """A stretch ends with one; where a module begins or ends there is one more."""
-    meter = CudaMeter(FakeCompute(mark_seconds=1e-4))  # type: ignore[arg-type]
+    meter = CudaMeter(FakeCompute(MarkTimes(1e-4)))  # type: ignore[arg-type]
     meter.tick(0)
     meter.arrive(outside=True)
     meter.depart()
@@ -259,10 +259,16 @@ def test_what_our_own_events_take_the_device_is_not_the_program_s() -> None:
     measures = meter.finish(0, [0, 0, 0])
     assert measures.clocks is not None
     assert measures.clocks.device == pytest.approx([9e-4, 0.0, 0.0]), "events are a millisecond apart"
-    meter = CudaMeter(FakeCompute(mark_seconds=1e-4))  # type: ignore[arg-type]
+    meter = CudaMeter(FakeCompute(MarkTimes(1e-4)))  # type: ignore[arg-type]
     meter.arrive(outside=True)
     meter.depart()
     assert meter.finish(0, [0]).seconds == pytest.approx(8e-4), "the one of the module, and the last"
+
+
+def test_where_nothing_but_events_is_in_between_the_device_did_nothing() -> None:
+    """A stream passes no second event for some time, which is longer than what one takes behind a kernel."""
+    assert [MarkTimes(3e-6, 11e-6).without(busy, 1) for busy in (11e-6, 12e-6)] == [0.0, pytest.approx(9e-6)]
+    assert MarkTimes(3e-6, 11e-6).without(20e-6, 2) == 0.0
 
 
 class FakeOperators:
