@@ -208,14 +208,17 @@ class Learner:
     def follow(self, before: Learner) -> bool:
         """Plan for what another learner has recorded for another target, and wait; return whether there are plans.
 
-        There are none where no plan holds as little as the target: the next forward may stream weights.
+        There are none where the other has not recorded enough: learning begins anew. Nor are there where no plan holds
+        as little as the target: the next forward may stream weights.
 
         Raises
         ------
         NoPlanFits
             If the target is too small for any plan, and it has to hold.
         """
-        self._recordings, self._iterations, self._whole = before._recordings, before._iterations, True
+        if before._recordings.learning:
+            return False
+        self._recordings, self._iterations, self._whole = before._recordings, before._iterations, before._whole
         if self._resume_from_cache(self._recordings.traces[-1]):
             return True
         self._afresh = True

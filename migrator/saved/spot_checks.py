@@ -94,7 +94,7 @@ class Checks:
         self._may_take = 0.0  # seconds
         self._since = time.perf_counter()
         self._pending: list[_Check] = []
-        self._met: dict[tuple[str, str], bool] = {}  # shapes of sites that came: whether each was tried
+        self._met: dict[tuple[str, str], bool] = {}  # shapes of sites that came: whether each is tried, or failed
         self._used_memory = False  # in this iteration
         self._news = False
 
@@ -207,12 +207,15 @@ class Checks:
         return held
 
     def _see(self) -> None:
-        done = [check for check in self._pending if check.end.query()]
-        self._pending = [check for check in self._pending if check not in done]
-        for check in done:
+        pending, self._pending = self._pending, []
+        for check in pending:
+            if not check.end.query():
+                self._pending.append(check)
+                continue
             is_same = bool(check.is_same)
             if check.verified is not None:
                 if is_same:
+                    self._met.pop((check.key, check.name), None)  # should it be forgotten, it may be tried again
                     add(self._held, {check.key: check.verified._replace(held={check.name: check.took()})})
                 continue
             self._may_take -= _seconds(check.begin, check.end) or 0.0  # the host was charged as it issued that

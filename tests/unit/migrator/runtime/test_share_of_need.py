@@ -148,3 +148,36 @@ def test_every_thread_keeps_to_the_share(plain: list[bytes], needed: int) -> Non
             thread.join()
         assert all(same and peak <= budget(session) for same, peak in seen), seen
         assert len(seen) == 2
+
+
+@pytest.mark.parametrize("early", [1, 2, 3])
+def test_a_thread_that_has_recorded_little_by_then_learns_anew(early: int) -> None:
+    """Also if it has recorded nothing that counts, as before an optimizer's step."""
+    others_plan, begun = threading.Event(), threading.Event()
+
+    def program() -> list[Tensor]:
+        model = perceptron(CPU, depth=DEPTH, seed=1)
+        results = []
+        for i in range(STEPS):
+            if i == early:
+                begun.set()
+                others_plan.wait()
+            model(batch(CPU, i)).square().mean().backward()
+            results += gradients(model)
+            model.zero_grad()
+        return results
+
+    others_plan.set()
+    expected = bits(program())
+    others_plan.clear()
+    begun.clear()
+    results: list[Tensor] = []
+    with open_session("60%") as session:
+        thread = threading.Thread(target=lambda: results.extend(program()))
+        thread.start()
+        begun.wait(60)
+        trained()
+        others_plan.set()
+        thread.join()
+        assert session.stats()["budget_share"] == "60%"
+    assert bits(results) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import REMADE, moving
+from tests.scenarios import REMADE, gradients, moving
+from torch_tiers.migrator.recompute import verified
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.saved import spot_checks
+from torch_tiers.migrator.saved.dropped import Dropped
 from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -134,3 +137,22 @@ def test_a_check_does_not_depend_on_the_program_s_default_device(monkeypatch: py
         looked.look("net:0", torch.ones(16, device="cpu"), made, mock.Mock())  # type: ignore[arg-type]
         assert not looked.iteration_over()
     assert not looked.refused
+
+
+def test_a_shape_that_was_forgotten_is_tried_again_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "MOST", 4)
+    model, plain = built(), built()
+
+    def dropped(rows: int) -> int:
+        loss, expected = (each(torch.full((rows, 64), 0.1)).square().mean() for each in (model, plain))
+        found = sum(type(each) is Dropped for each in gc.get_objects())
+        loss.backward()
+        expected.backward()
+        assert all(map(torch.equal, gradients(model), gradients(plain)))
+        return found
+
+    with moving(**REMADE):
+        for rows in range(40, 60):  # what comes last is remembered
+            last = [dropped(rows) for _ in range(4)]
+        again = [dropped(45) for _ in range(4)]
+    assert again[0] < again[-1] == last[-1]
