@@ -111,7 +111,7 @@ class Checks:
             return
         self._times[key], self._next = times + 1, ""  # no other in this iteration
         began = time.perf_counter()
-        if self._has_room(made):
+        if self._has_room(made, ROOM):
             self._compare(key, original, made, look)
             self._may_take -= time.perf_counter() - began
 
@@ -128,14 +128,15 @@ class Checks:
         if shape not in self._met:
             self._met[shape] = False
             self._fresh.came(key)
-        elif not self._met[shape] and self._has_room(made):
+        elif not self._met[shape] and self._has_room(made, 1.0):  # once, so that the plan can be kept to
             self._met[shape] = True
             self._compare(key, original, made, look, verified)
 
-    def _has_room(self, made: Recomputed) -> bool:
+    def _has_room(self, made: Recomputed, part: float) -> bool:
+        """Return whether it fits into that part of the budget, and is made from few others."""
         chain = made.sources(CHAIN)
         needed = 2 * (made.nbytes + sum(each.nbytes for each in chain or ()))
-        is_full = self._budget and self._compute.allocated() + needed > ROOM * self._budget
+        is_full = self._budget and self._compute.allocated() + needed > part * self._budget
         return chain is not None and not is_full
 
     def _compare(
