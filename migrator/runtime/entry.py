@@ -24,6 +24,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.runtime.without_modules import WithoutModules
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.saved.tensors import Calls, HookTensors
@@ -70,6 +71,7 @@ class Listener(Protocol):
 
 
 _active: Listener | None = None
+_without_modules: WithoutModules | None = None  # of that
 _left_behind = False  # in the child of a fork, until that was said: the parent's streams and threads are not its own
 _handles: list[Any] = []
 
@@ -82,7 +84,7 @@ def install(listener: Listener) -> None:
     AlreadyActive
         If another one is installed.
     """
-    global _active
+    global _active, _without_modules
     if _active is not None:
         raise AlreadyActive(
             "tiers is active already in this process: close that session before opening another, or, if "
@@ -90,7 +92,7 @@ def install(listener: Listener) -> None:
         )
     if _handles:  # of whom a fork has left behind: each would be called twice
         uninstall()
-    _active = listener
+    _active, _without_modules = listener, WithoutModules(listener)
     try:
         _handles.append(optimizer_hooks.register_optimizer_step_pre_hook(_stepping))
         _handles.append(optimizer_hooks.register_optimizer_step_post_hook(_stepped))
@@ -108,8 +110,8 @@ def install(listener: Listener) -> None:
 
 def uninstall() -> None:
     """Undo `install`."""
-    global _active
-    _active = None
+    global _active, _without_modules
+    _active = _without_modules = None
     _take_the_long_way()
     while _handles:
         _handles.pop().remove()
@@ -172,7 +174,11 @@ def _tell_dynamo(old: Any, new: Any) -> None:
 
 def _enter(module: nn.Module) -> object:
     # TorchScript's tracer would take the operators that we try for the program's.
-    return _active is not None and not torch._C._get_tracing_state() and _active.enter(module)
+    if _active is None or torch._C._get_tracing_state():
+        return False
+    if _without_modules is not None:
+        _without_modules.module_called()
+    return _active.enter(module)
 
 
 def _leave() -> None:
@@ -201,6 +207,8 @@ def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_compiling():
         return
     if _active is not None:
+        if _without_modules is not None:
+            _without_modules.stepping()
         _active.stepping(optimizer)
 
 
@@ -209,6 +217,8 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     if _active is not None:
         _active.stepped(optimizer)
+        if _without_modules is not None:
+            _without_modules.stepped(optimizer)
     elif _left_behind:
         _say_left_behind()
 

@@ -80,6 +80,7 @@ FAMILIES = (
     "timeline",
     "version_check",
     "weights",
+    "without_modules",
 )
 ON_GPU = ("pages",)
 """Families that need a GPU."""
