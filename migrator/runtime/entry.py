@@ -177,7 +177,7 @@ def _enter(module: nn.Module) -> object:
     if _active is None or torch._C._get_tracing_state():
         return False
     if _without_modules is not None:
-        _without_modules.module_called()
+        _without_modules.module_called(module)
     return _active.enter(module)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 
 class Listener(Protocol):
@@ -57,8 +58,8 @@ class WithoutModules:
         if torch._C._current_graph_task_id() == -1:
             self._thread.within = (self._listener.enter(program),)  # which is held for as long as that lasts
 
-    def module_called(self) -> None:
-        """A module is called in this thread."""
-        if getattr(self._thread, "program", None) is not None:
+    def module_called(self, module: nn.Module) -> None:
+        """A module is called in this thread. What `torch.compile` makes of functions are modules, too."""
+        if getattr(self._thread, "program", None) is not None and not isinstance(module, GraphModule):
             self.stepping()
-        self._thread.program = None
+            self._thread.program = None

@@ -31,6 +31,16 @@ def _functional(device: torch.device, optimizers: int = 1) -> list[Tensor]:
     return [*losses, *weights]
 
 
+def _step_of(network: Callable[[Tensor], Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    loss = network(x)
+    loss.backward()
+    gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.detach(), *gradients]
+
+
 def _sites(session: Session) -> set[str]:
     saver = session.runtime.saver()
     assert saver is not None
@@ -51,6 +61,22 @@ def are_recomputed(device: torch.device) -> None:
 def may_have_several_optimizers(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         return _functional(device, optimizers=2)
+
+    assert_same(program, device)
+
+
+def may_be_compiled(device: torch.device) -> None:
+    """What `torch.compile` makes of a function is a module, and no model."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        def network(x: Tensor) -> Tensor:
+            for weight in weights:
+                x = torch.tanh(x @ weight)
+            return x.square().mean()
+
+        weights = [torch.full((128, 128), 0.01 * k, device=device, requires_grad=True) for k in range(1, 5)]
+        compiled = torch.compile(network, backend="aot_eager")
+        return [result for i in range(6) for result in _step_of(compiled, weights, batch(device, i))]
 
     assert_same(program, device)
 
