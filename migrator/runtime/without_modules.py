@@ -7,6 +7,8 @@ module: some make an optimizer's step, to have its state, before their model run
 from __future__ import annotations
 
 import threading
+import weakref
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -23,15 +25,30 @@ class Listener(Protocol):
 
 
 class Program(nn.Module):
-    """Stands for a program that calls no module. Its parameters are those of the optimizers that have stepped."""
+    """Stands for a program that calls no module. Its parameters are those of its optimizers.
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer's parameters, which need not be `nn.Parameter`."""
-        known = {id(parameter) for parameter in self._parameters.values()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    self._parameters[str(len(self._parameters))] = parameter
+    Attributes
+    ----------
+    optimizers : set of Optimizer
+        Those that have stepped and are alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
+
+    # Asked of the optimizers each time: a program may replace its parameters, which nobody else is to hold then. They
+    # need not be `nn.Parameter`.
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        groups = [
+            group["params"] for optimizer in self.__dict__.get("optimizers", ()) for group in optimizer.param_groups
+        ]
+        return {str(number): parameter for number, parameter in enumerate(chain.from_iterable(groups))}
+
+    @_parameters.setter
+    def _parameters(self, value: object) -> None:
+        pass  # which `nn.Module` begins with
 
 
 class WithoutModules:
@@ -54,7 +71,7 @@ class WithoutModules:
             if hasattr(self._thread, "program") or self._listener.saver() is not None:
                 return  # it calls modules
             program = self._thread.program = Program()
-        program.add(optimizer)
+        program.optimizers.add(optimizer)
         if torch._C._current_graph_task_id() == -1:
             self._thread.within = (self._listener.enter(program),)  # which is held for as long as that lasts
 

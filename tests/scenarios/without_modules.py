@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tests.scenarios import REMADE, assert_same, batch, main, moving, perceptron, recomputed, step, train
@@ -61,6 +62,31 @@ def are_recomputed(device: torch.device) -> None:
 def may_have_several_optimizers(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         return _functional(device, optimizers=2)
+
+    assert_same(program, device)
+
+
+def may_replace_its_parameters(device: torch.device) -> None:
+    """As those that add points where there are too few. The old ones are gone at once."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        optimizer = torch.optim.Adam([torch.full((128, 128), 0.01, device=device, requires_grad=True)], lr=1e-3)
+        (group,) = optimizer.param_groups
+        losses = []
+        for i in range(8):
+            loss = F.gelu(batch(device, i) @ group["params"][0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            del loss
+            (old,) = group["params"]
+            group["params"] = [old.detach().clone().requires_grad_()]
+            optimizer.state[group["params"][0]] = optimizer.state.pop(old)
+            memory = StorageWeakRef(old.untyped_storage())
+            del old
+            assert memory.expired()
+        return [*losses, *group["params"]]
 
     assert_same(program, device)
 
