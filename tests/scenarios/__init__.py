@@ -49,6 +49,7 @@ Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
+    "between_passes",
     "bypassed",
     "changed_programs",
     "compiled",
