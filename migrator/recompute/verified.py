@@ -57,9 +57,14 @@ class Verified(NamedTuple):
     found: frozenset[str]
     choices: object = None
 
+    @property
+    def conditions(self) -> tuple[int, object]:
+        """Return under what all that held did so."""
+        return self.version, self.choices
+
     def besides(self, before: Verified | None) -> Verified:
         """Return this, merged with what was verified `before` under the same conditions."""
-        if before is None or (before.version, before.choices) != (self.version, self.choices):
+        if before is None or before.conditions != self.conditions:
             return self
         held = {**before.held, **self.held}
         held = dict(list(held.items())[-MOST:]) if len(held) > MOST else held

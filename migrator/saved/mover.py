@@ -282,8 +282,7 @@ class Mover:
             self._begin()
             changed = self.plans.iteration_over(trace, peak, whole=whole, alone=alone, overflow=overflow, host=host)
             differs = self.checks.iteration_over()
-            for key, held in self.checks.take_held().items():  # tried before what was recorded under other conditions
-                self.verified[key] = self.verified.get(key, held).besides(held)
+            add(self.verified, self.checks.take_held(self.verified))
             if differs:
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.refused}
                 self.learner.forget()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -202,10 +202,13 @@ class Checks:
         self.refused |= found
         return found
 
-    def take_held(self) -> dict[str, Verified]:
-        """Return the shapes that gave the same bits since the last call, by site."""
+    def take_held(self, present: Mapping[str, Verified]) -> dict[str, Verified]:
+        """Return the shapes that gave the same bits since the last call, by site.
+
+        Not where something was recorded under other conditions since: that is what holds at `present`.
+        """
         held, self._held = self._held, {}
-        return held
+        return {key: one for key, one in held.items() if present.get(key, one).conditions == one.conditions}
 
     def _see(self) -> None:
         pending, self._pending = self._pending, []
