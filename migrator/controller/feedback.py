@@ -156,7 +156,8 @@ class Feedback:
             return False
         predictions = [each.predicted for each in planned if each.predicted is not None]
         # Of several kinds of iterations nobody says which one this was: what a short one left free, a long one needs.
-        one_kind_or_unpredicted = len(planned) == 1 or not predictions
+        # So it is where sizes vary: the plan is for the largest that was recorded.
+        one_kind_or_unpredicted = (len(planned) == 1 and not outcome.resized) or not predictions
         changed = self.budget.peak(
             outcome,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),

@@ -25,7 +25,7 @@ class IterationOutcome:
     mispredicted : bool
         Whether considerably more was saved, or was not, than any plan expects.
     resized : bool
-        Whether what was saved as planned was considerably larger or smaller than that.
+        Whether what was saved as planned was considerably larger or smaller than that, or may have been.
     pressed : bool
         Whether the allocator had to flush its cache to stay within the budget.
     overflow : int

@@ -68,5 +68,5 @@ def test_positions_with_nothing_between_them_take_no_time(compute: CudaCompute, 
     assert float(meter.finish(0, [0] * (TICKS + 1)).seconds) < 1e-4
 
 
-def test_an_event_takes_a_stream_a_few_microseconds(compute: CudaCompute) -> None:
-    assert 5e-7 < compute.mark_times.seconds < 8e-6 < compute.mark_times.least < 4e-5
+def test_an_event_takes_a_stream_some_microseconds(compute: CudaCompute) -> None:
+    assert all(0 < seconds < 1e-4 for seconds in compute.mark_times)

@@ -202,6 +202,16 @@ def test_where_iterations_differ_in_size_plans_leave_free_what_best_fit_needs(
     assert varies or predicted.peak["hbm"] > target - target // 20
 
 
+@pytest.mark.parametrize("varies", [False, True])
+def test_where_iterations_differ_in_size_none_is_given_what_a_smaller_one_left_free(
+    monkeypatch: pytest.MonkeyPatch, *, varies: bool
+) -> None:
+    """A detector's plan was made anew three times, for batches that were smaller than the one that comes again."""
+    monkeypatch.setattr(Recordings, "varies", varies)
+    learner, half = planned(share=0.75), peak_of(MODEL) // 2
+    assert any([unrecorded(learner, half) for _ in range(4)]) is not varies
+
+
 def test_alternating_kinds_of_iterations_are_both_planned_for() -> None:
     one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
     learner = Learner(FLASHNEURON, TARGET)

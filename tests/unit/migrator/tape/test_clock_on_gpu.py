@@ -87,7 +87,7 @@ def test_backward_s_thread_is_timed_whether_operators_are_recorded_or_not(record
     times = begun(recorder)
     recorder.begin()
     y = (w @ large).sum()
-    recorder.end()
+    recorder.stop()
     y.backward()
     (seconds,) = end(times)
     assert seconds > 1.8 * once
