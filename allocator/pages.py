@@ -205,6 +205,11 @@ class PageAllocator:
         periods = self._known.get(device.index)
         return periods is not None and periods.residence.spilled
 
+    @property
+    def state_in_dram(self) -> int:
+        """Bytes of optimizer state that lay in DRAM when the last period ended, on all GPUs."""
+        return sum(periods.residence.state for periods in self._known.values())
+
     def overflow(self, device: torch.device) -> int:
         """The most bytes in the last period for which there was no room in HBM, wherever they came to lie."""
         periods = self._known.get(device.index)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import re
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from torch_tiers.allocator.extensions.extension import CannotBuild
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.pinning import return_what_is_freed
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.sizes import Share, format_size
+from torch_tiers.allocator.sizes import Share
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.drives import Drives
 from torch_tiers.launcher import processes, rank
@@ -43,17 +42,15 @@ from torch_tiers.migrator.weights.streamer import MakeSubstitutes
 from torch_tiers.monitor.build import build as build_monitor
 from torch_tiers.places import boards, cache_directory
 from torch_tiers.plan_cache import PlanCacheOnDisk
-from torch_tiers.refusals import is_new
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
-from torch_tiers.spoken import Spoken
+from torch_tiers.spoken import Spoken, describe, say_if_untested
 
 log = logging.getLogger("tiers")
 
 Size: TypeAlias = int | str  # bytes, or such as "24GiB"
 Place: TypeAlias = str | os.PathLike[str]
 
-NEWEST_TESTED = (2, 13)  # torch
 IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
 
 
@@ -304,10 +301,11 @@ class Session:
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
         demoted = numbers.pop("streamed_weights")  # where no allocator knows of them
         pages = paging.installed()
+        state = 0 if pages is None else pages.state_in_dram
         paged = [core.counts() for _, core in pages.cores()] if pages is not None else []
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
-            demoted = sum(counts.demoted for counts in paged)
+            demoted = max(state, sum(counts.demoted for counts in paged))  # by now the program may have freed it
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": numbers.pop("device"),
@@ -323,25 +321,10 @@ class Session:
             **numbers,
             "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,
+            "state_in_dram": state,
             "pages": paging.account(paged) if paged else None,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }
-
-
-def describe(config: Config) -> str:
-    """What was asked for, in a few words."""
-    sizes = {"hbm": config.hbm.capacity, "dram": config.dram.capacity, "nvme": config.nvme.capacity}
-    said = [f"{tier} {n if isinstance(n, Share) else format_size(n)}" for tier, n in sizes.items() if n is not None]
-    return ", ".join([f"allocator {config.allocator}", f"policy {config.policy}", *said])
-
-
-def say_if_untested() -> None:
-    """Tell, once, where torch is newer than what was tested: we use some of its insides."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    newest = ".".join(map(str, NEWEST_TESTED))
-    text = f"torch {torch.__version__} is newer than {newest}, the newest that torch-tiers was tested with"
-    if found is not None and tuple(map(int, found.groups())) > NEWEST_TESTED and is_new(text):
-        log.warning(text)
 
 
 def _check_policy(policy: str) -> None:

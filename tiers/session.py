@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import Literal, TypeAlias
 
 from torch_tiers import put_off
-from torch_tiers.assembly import Session, describe
+from torch_tiers.assembly import Session
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.log import set_up
 from torch_tiers.refusals import give_up
+from torch_tiers.spoken import describe
 
 log = logging.getLogger("tiers")
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_tiers.allocator.sizes import format_size
+import torch
+
+from torch_tiers.allocator.sizes import Share, format_size
+from torch_tiers.config import Config
 from torch_tiers.launcher import is_started_beside_others, rank
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.runtime.runtime import Runtime
+from torch_tiers.refusals import is_new
 
 log = logging.getLogger("tiers")
+
+NEWEST_TESTED = (2, 13)  # torch
 
 
 class Spoken:
@@ -49,6 +56,22 @@ class Spoken:
         for line in answer.render(answered, account.hints):
             log.info("%s", line)
         log.info("%s", _more(run, written=written))
+
+
+def describe(config: Config) -> str:
+    """What was asked for, in a few words."""
+    sizes = {"hbm": config.hbm.capacity, "dram": config.dram.capacity, "nvme": config.nvme.capacity}
+    said = [f"{tier} {n if isinstance(n, Share) else format_size(n)}" for tier, n in sizes.items() if n is not None]
+    return ", ".join([f"allocator {config.allocator}", f"policy {config.policy}", *said])
+
+
+def say_if_untested() -> None:
+    """Tell, once, where torch is newer than what was tested: we use some of its insides."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    newest = ".".join(map(str, NEWEST_TESTED))
+    text = f"torch {torch.__version__} is newer than {newest}, the newest that torch-tiers was tested with"
+    if found is not None and tuple(map(int, found.groups())) > NEWEST_TESTED and is_new(text):
+        log.warning(text)
 
 
 def _more(run: Path | None, *, written: bool) -> str:

@@ -34,10 +34,12 @@ class Residence:
         The most bytes for which the last period had no room in HBM, wherever they came to lie.
     spilled : bool
         Whether there was more in DRAM than weights: kernels read that over the link that the migrator uses.
+    state : int
+        Bytes of optimizer state, in whole pages, that lay in DRAM when the last period ended.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
-        self.overflow = 0
+        self.overflow = self.state = 0
         self._weights: Callable[[], Mapping[int, int]] = dict
         self._device = device
         self._core = core
@@ -84,7 +86,8 @@ class Residence:
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         glance = self._core.glance()
-        self.overflow, self.spilled = spilled, (spilled > 0 and glance.dram > 0) or glance.dram_state > 0
+        self.overflow, self.state = spilled, int(glance.dram_state)
+        self.spilled = (spilled > 0 and glance.dram > 0) or self.state > 0
         self._periods = self._periods + 1 if glance.dram else 0
         self._overflows = self._overflows + 1 if spilled else 0
         if not alone:

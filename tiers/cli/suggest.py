@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from torch_tiers.cli.run_files import read_json, slowest_rank, trace_and_links
 from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables, size
@@ -42,19 +43,19 @@ class SuggestVerb:
             raise CliError(
                 f"{args.trace}: the trace has no times, or does not tell what else lies in hbm: record it anew"
             )
-        allocator = _allocator(found)
-        needed = needs(trace, links)
+        stats = _stats(found)
+        allocator = stats.get("allocator", "pages")
+        state = stats.get("state_in_dram", 0)  # of which the trace knows nothing
+        needed = needs(trace, links) + state
         free = FRAGMENTS if allocator == "torch" else LAYOUTS
-        made = offers(trace, needed, links, args.policy, free=free, below=below)
+        made = offers(trace, needed, links, args.policy, free=free, below=below, state=state)
         if args.json:
             print_json(to_json(needed, made))
         else:
-            print_tables(render(trace, needed, made, allocator))
+            print_tables(render(trace, needed, made, allocator, state))
         return FAILED if best(made) is None else 0
 
 
-def _allocator(directory: Path) -> str:
-    """The allocator of the run that left the trace; ours where that is not known."""
-    if not (directory / STATS).is_file():
-        return "pages"
-    return str(read_json(directory / STATS, stats_from_json)["allocator"])
+def _stats(directory: Path) -> dict[str, Any]:
+    """The numbers of the run that left the trace; empty where there are none."""
+    return read_json(directory / STATS, stats_from_json) if (directory / STATS).is_file() else {}

@@ -29,13 +29,16 @@ class Answer:
     ran_in, budget : int
         The peak of the whole run, and the budget, in bytes.
     ideal, predicted : float or None
-        Seconds that an iteration is predicted to take with all that memory, and under the plan.
+        Seconds that an iteration is predicted to take with all that memory, and under the plan. The ideal is not known
+        where some of the state lay in DRAM: the optimizer's step was seen with it there alone.
     measured : float or None
         Seconds that it took, in the median.
     varies : bool
         Iterations differ from step to step, so nothing is predicted of one.
     demoted : int
         Bytes of `needs` that are of state and weights which lay in DRAM at the end.
+    state_in_dram : int
+        Those of the state.
     share : str or None
         What the budget was of what the program needed at its first plan, if it was set so: ``60%``.
     most_took : tuple of float or None
@@ -52,6 +55,7 @@ class Answer:
     measured: float | None
     varies: bool
     demoted: int = 0
+    state_in_dram: int = 0
     share: str | None = None
     most_took: tuple[float, float] | None = None
     without_gpu: bool = False
@@ -86,16 +90,18 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
     known = bool(why.result.ideal) and not why.varies
     step, parts = step_range(stats), stats["steps"] / max(stats["iterations"], stats["steps"], 1)
+    state = stats.get("state_in_dram", 0)  # of which earlier versions did not tell
     return Answer(
         # Of state and weights that lie in DRAM the trace knows nothing.
         needs(trace, links) + stats.get("demoted", 0) if trace.others else None,
         stats["peak"]["hbm"],
         stats["budget"]["hbm"],
-        why.result.ideal if known else None,
+        why.result.ideal if known and not state else None,
         why.predicted if known else None,
         why.measured or None,
         why.varies,
         stats.get("demoted", 0),
+        state,
         stats.get("budget_share"),
         None if step is None else (step[0] * parts, step[1] * parts),
         stats["device"] == "cpu",
@@ -153,10 +159,15 @@ def _time(answer: Answer) -> Iterator[str]:
     if answer.varies:
         yield "what the budget costs cannot be told: iterations differ from step to step"
         return
-    if times is None or not predicted or not answer.ideal:
+    if not predicted:
         yield "what the budget costs cannot be told: nothing was timed"
         return
-    if measured is None or predicted > LATE * measured:
+    if times is None or not answer.ideal:
+        yield (
+            f"what the budget costs cannot be told: {format_size(answer.state_in_dram)} of optimizer state lay in "
+            "dram, and no step was seen without that; tiers bench measures it"
+        )
+    elif measured is None or predicted > LATE * measured:
         yield f"an iteration is predicted to take {times:.2f} times as long as with all of that memory"
     elif measured > LATE * predicted:
         yield (

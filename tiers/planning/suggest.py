@@ -59,7 +59,7 @@ class Offer:
 
 
 def offers(
-    trace: Trace, needed: int, links: Links, policy: str, *, free: float, below: int | None = None
+    trace: Trace, needed: int, links: Links, policy: str, *, free: float, below: int | None = None, state: int = 0
 ) -> list[Offer]:
     """Plan for several budgets, the largest first, up to the first in which the program does not fit.
 
@@ -71,9 +71,12 @@ def offers(
         The part of a budget that a run leaves free: TIERS_HBM is larger than what plans fill.
     below : int or None
         Bytes that the tiers below HBM hold, if that is known.
+    state : int
+        Bytes of `needed` that are optimizer state which lay in DRAM in the run. How long a step takes with less of it
+        there is not predicted, so only a budget for all of it is planned for.
     """
     made = list[Offer]()
-    for share in SHARES:
+    for share in SHARES[:1] if state else SHARES:
         planned = int(share * needed)
         (outcome,) = compare(trace, planned, links, (policy,), below).values()
         made.append(Offer(round_up(int(planned / (1 - free)), MiB), planned, share, outcome))  # it is to be typed
@@ -108,8 +111,10 @@ def to_json(needed: int, made: Sequence[Offer]) -> dict[str, Any]:
     }
 
 
-def render(trace: Trace, needed: int, made: Sequence[Offer], allocator: str) -> Iterator[RenderableType]:
-    """The curve as a table, and the command to copy, with that TIERS_ALLOCATOR."""
+def render(
+    trace: Trace, needed: int, made: Sequence[Offer], allocator: str, state: int = 0
+) -> Iterator[RenderableType]:
+    """The curve as a table, and the command to copy, with that TIERS_ALLOCATOR; `state` as in `offers`."""
     yield f"with everything kept an iteration is predicted to need {format_at_least(needed)} of hbm"
     if trace.varies:
         yield "iterations differ from step to step: this is for the largest one recorded, and speeds are uncertain"
@@ -126,6 +131,11 @@ def render(trace: Trace, needed: int, made: Sequence[Offer], allocator: str) -> 
         table.add_row(*row)
     yield table
     yield "speeds are predicted, as fractions of the ideal; a run leaves a part of TIERS_HBM free"
+    if state:
+        yield (
+            f"in the run {format_size(state)} of that, of optimizer state, lay in dram: what less hbm costs such a "
+            "program is not predicted, and tiers bench measures it"
+        )
     if made and made[-1].why_not is not None:
         yield f"{format_size(made[-1].budget)} is too small: {made[-1].why_not}"
     if suggested is None:

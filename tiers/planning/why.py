@@ -88,7 +88,7 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     measured = None if median is None else median * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     actions = tuple(_actions(trace, plan))
     streaming = by_iteration(stats)[1]["weights"] if "weights" in stats.get("stalls", {}) else 0.0
-    hints = tuple(_hints(trace, plan, result, streaming, measured, stats["budget"]["hbm"]))
+    hints = tuple(_hints(trace, plan, result, streaming, measured, stats))
     return Why(actions, result, streaming, measured, where_fullest(trace, result.hbm), hints, trace.varies)
 
 
@@ -168,9 +168,14 @@ def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
 
 
 def _hints(
-    trace: Trace, plan: Plan, result: Simulated, streaming: float, measured: float | None, budget: int
+    trace: Trace, plan: Plan, result: Simulated, streaming: float, measured: float | None, stats: dict[str, Any]
 ) -> Iterator[str]:
-    others = max(trace.others, default=0)
+    others, budget, state = max(trace.others, default=0), stats["budget"]["hbm"], stats.get("state_in_dram", 0)
+    if state:
+        yield (
+            f"the optimizer's step reads and writes {format_size(state)} of its state over the link, which is in all "
+            "of these times: more hbm helps"
+        )
     if budget and others > CROWDED * budget:
         yield (
             f"{format_size(others)} of the budget are weights, gradients, optimizer state and the work of a layer: "

@@ -129,6 +129,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "groups": "int",
         "flushes": "int",
         "demoted": "int",
+        "state_in_dram": "int",
         "stalls": {"h2d": stall},
         "settled": {
             "iterations": "int",

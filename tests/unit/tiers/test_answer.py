@@ -46,6 +46,26 @@ def test_it_tells_what_the_program_needs_and_what_it_had() -> None:
     assert "the peak of the whole run 8.0 GiB" in text(given)
 
 
+def test_where_optimizer_state_lay_in_dram_no_step_tells_what_that_costs() -> None:
+    """A GPT with 7 GiB of it there took 1.9 times plain's step, and was said to take 1.00 times as long."""
+    stats: dict[str, Any] = {
+        **STATS,
+        "step_s": {"median": RESULT.seconds},
+        "peak": {"hbm": 8 * GiB},
+        "budget": {"hbm": 8 * GiB},
+        "demoted": 7 * GiB,
+        "state_in_dram": 7 * GiB,
+    }
+    account = why(MODEL, PLAN, PCIE_GEN5, stats)
+    given = answer_of(MODEL, PCIE_GEN5, stats, account)
+    assert given.needs == needs(MODEL, PCIE_GEN5) + 7 * GiB
+    assert given.times_as_long is None
+    assert "cannot be told: 7.0 GiB of optimizer state lay in dram" in text(given)
+    assert "ms as measured" in text(given)
+    assert "what the budget costs cannot be told" in in_short(given)
+    assert any("reads and writes 7.0 GiB of its state over the link" in hint for hint in account.hints)
+
+
 def test_before_anything_was_measured_the_prediction_counts() -> None:
     given = answered(None)
     assert given.times_as_long == pytest.approx(RESULT.seconds / RESULT.ideal)

@@ -14,10 +14,11 @@ from tests.scenarios import perceptron, train
 from torch_tiers import paging, refusals
 from torch_tiers import session as made_of
 from torch_tiers.allocator.native.pytorch import adapter
-from torch_tiers.assembly import Session, say_if_untested
+from torch_tiers.assembly import Session
 from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ARGUMENT
 from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.spoken import say_if_untested
 
 
 @pytest.fixture(autouse=True)

@@ -79,6 +79,20 @@ def test_the_command_is_for_the_allocator_that_the_run_had(tmp_path: Path, capsy
     assert "TIERS_ALLOCATOR=torch" in capsys.readouterr().out
 
 
+def test_where_optimizer_state_lay_in_dram_only_room_for_all_of_it_is_suggested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What less of it there costs, no step of the run tells."""
+    (tmp_path / "trace.json").write_text(trace_json.write(MODEL))
+    (tmp_path / "stats.json").write_text(json.dumps({**STATS, "demoted": 7 * GiB, "state_in_dram": 7 * GiB}))
+    assert main(["suggest", str(tmp_path)]) == 0
+    assert "7.0 GiB of that, of optimizer state, lay in dram" in capsys.readouterr().out
+    told = json.loads(_json(tmp_path, capsys))
+    assert told["needs"] == needs(MODEL, PCIE_GEN5) + 7 * GiB
+    assert [offer["planned"] for offer in told["offers"]] == [told["needs"]]
+    assert told["suggested"] >= told["needs"]
+
+
 def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without room below HBM nothing can move, and this policy recomputes nothing."""
     full = replace(MODEL, others=tuple(100 * GiB for _ in MODEL.others), recipes={})

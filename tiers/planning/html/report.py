@@ -56,4 +56,5 @@ def _offers(of: Planned | None, stats: Mapping[str, Any]) -> list[Offer] | str:
     free = FRAGMENTS if stats["allocator"] == "torch" else LAYOUTS
     dram = stats["budget"].get("dram")
     below = None if dram is None else dram + (stats["budget"]["nvme"] or 0)
-    return offers(trace, needs(trace, links), links, policy, free=free, below=below)
+    state = stats.get("state_in_dram", 0)  # of which the trace knows nothing
+    return offers(trace, needs(trace, links) + state, links, policy, free=free, below=below, state=state)

@@ -86,6 +86,20 @@ def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCor
     assert core.on(state, HBM) == 0
 
 
+def test_what_state_lay_in_dram_is_known_after_the_program_has_freed_it(pages: OnOneCore, core: Core) -> None:
+    """A run's numbers are taken when the program is over, and said that none did."""
+    pages.more(64 * MiB)
+    core.state(True, most_hbm=0)
+    state = core.allocate(NBYTES)
+    core.state(False)
+    pages.begin()
+    step(core, 24 * MiB, 8 * MiB)
+    pages.period_over()
+    core.free(state)
+    assert core.counts().demoted == 0
+    assert pages.state_in_dram == NBYTES
+
+
 def test_state_that_came_back_in_vain_waits_longer_each_time(pages: OnOneCore, core: Core) -> None:
     """A program that empties its cache in each step has spare room whenever it is looked at."""
     pages.state(True)
