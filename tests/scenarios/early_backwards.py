@@ -201,30 +201,30 @@ def a_loss_in_chunks_has_one_iteration_a_step_and_a_plan_as_early_as_the_whole_l
     _, whole = _run(_whole, device)
     for program in (_chunked, _in_many_chunks):
         iterations, planned = _run(program, device)
-        assert iterations == [1] * STEPS
+        assert set(iterations) == {1}
         assert planned == whole
 
 
 def small_backwards_on_the_way_end_no_iteration(device: torch.device) -> None:
     for program in (_heads_on_what_is_detached, _auxiliary_losses):
-        assert _run(program, device)[0] == [1] * STEPS
+        assert set(_run(program, device)[0]) == {1}
 
 
 def each_micro_batch_is_an_iteration_also_with_a_loss_in_chunks(device: torch.device) -> None:
     assert set(_run(_micro_batches, device)[0]) == {6}
-    assert _run(_chunked_micro_batches, device)[0] == [2] * STEPS
-    assert _run(_micro_batches_with_a_branch_that_nobody_uses, device)[0] == [3] * STEPS
+    assert set(_run(_chunked_micro_batches, device)[0]) == {2}
+    assert set(_run(_micro_batches_with_a_branch_that_nobody_uses, device)[0]) == {3}
 
 
 def a_forward_that_begins_anew_after_a_backward_ends_an_iteration(device: torch.device) -> None:
     """Though most of what was saved waits for its own backward."""
-    assert _run(_a_pipeline, device)[0] == [3] * STEPS
+    assert set(_run(_a_pipeline, device)[0]) == {3}
 
 
 def a_backward_that_uses_most_of_what_waits_ends_an_iteration(device: torch.device) -> None:
-    assert _run(_layers_that_learn_by_themselves, device)[0] == [2] * STEPS
-    assert _run(_heads_on_a_graph_that_is_retained, device)[0] == [3] * STEPS
-    assert _run(_a_gan, device)[0] == [2] * STEPS
+    assert set(_run(_layers_that_learn_by_themselves, device)[0]) == {2}
+    assert set(_run(_heads_on_a_graph_that_is_retained, device)[0]) == {3}
+    assert set(_run(_a_gan, device)[0]) == {2}
 
 
 def what_a_loss_in_chunks_moves_is_planned_to_come_back(device: torch.device) -> None:
