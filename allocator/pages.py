@@ -66,6 +66,7 @@ class PageAllocator:
         self._hbm = hbm
         self._claims = DramClaims(dram, account, room)
         self._known: dict[int, Periods] = {}  # by GPU
+        self.periods = 0  # that have ended
 
     def install(self) -> None:
         """Become PyTorch's allocator for CUDA memory.
@@ -171,6 +172,7 @@ class PageAllocator:
 
     def period_over(self, *, alone: bool = True) -> None:
         """A period has ended on all GPUs; `alone` says that no other thread runs a model, see `Periods.period_over`."""
+        self.periods += 1
         for _, periods in self._all():
             periods.period_over(alone=alone)
 

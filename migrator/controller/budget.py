@@ -4,9 +4,10 @@
   ceiling: a budget that was found too large. If no peak is predicted, because the rest of HBM was not measured, the
   room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
   most.
+- The first iteration under a plan tells nothing of it: what the one before left is still in HBM.
 - An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
-  tells of bytes for which HBM had no room, iteration after iteration; that reduces the budget as long as it helps, and
-  a few times at most.
+  tells of bytes for which HBM had no room, period after period; that reduces the budget as long as it helps, and a few
+  times at most. Of a period with several iterations the first that ends tells.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
 TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, and as many for overflow, after which these are not the plan's
-LAID_OUT = 2  # iterations under new plans until memory is laid out for them
-SPILLS = 2  # iterations in a row, after those, for which HBM had no room: lengths may alternate
+LAID_OUT = 2  # periods under new plans until memory is laid out for them
+SPILLS = 2  # periods in a row, after those, for which HBM had no room: lengths may alternate
 PRESSES = 4  # of the last SURE iterations with a flush: there is too little room, and by then the pace is known
 GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
@@ -44,6 +45,7 @@ class Budget:
         # Not `PlansInForce.iterations`: this begins anew when memory is asked for in another order, too, and what ends
         # while plans are made, or is refused, is not looked at.
         self.looked_at = 0  # iterations, since the allocator's cache changed or the correction did
+        self._periods = 0  # that have ended since then
         self._room: int | None = None  # for saved tensors, from the first peak on
         self._ceiling: int | None = None  # the largest correction that no iteration so far has found too large
         self._growths = 0
@@ -51,7 +53,7 @@ class Budget:
         self._overflow: int | None = None  # when the budget was last cut for it
         self._highest = 0  # of the peaks under the present plans
         self._flushes: list[bool] = []  # for the last `SURE` of these iterations, whether the allocator flushed
-        self._spills = 0  # iterations in a row for which HBM had no room, of those whose memory was laid out
+        self._spills = 0  # periods in a row for which HBM had no room, of those whose memory was laid out
         self._fits = 0  # the same for which it had room
         self._overflow_cuts = 0  # how often the budget was cut for overflow, for the present trace
         self._cuts = 0  # of the budget for flushes, without as many iterations without as make sure
@@ -76,11 +78,11 @@ class Budget:
 
     def stayed(self) -> None:
         """Take note that the plans stay after a correction; later iterations will tell whether it was right."""
-        self.looked_at = self._highest = 0
+        self.looked_at = self._periods = self._highest = 0
 
     def rearranged(self) -> None:
         """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
-        self.looked_at = self._spills = 0
+        self.looked_at = self._periods = self._spills = 0
         self.forget_flushes()
 
     def forget_flushes(self) -> None:
@@ -106,9 +108,12 @@ class Budget:
         may_grow : bool
             Whether the plan would use a larger budget.
         """
-        peak, pressed, overflow = outcome.peak, outcome.pressed, outcome.overflow
+        peak, pressed, overflow = outcome.peak, outcome.pressed, outcome.overflow or 0
         self.looked_at += 1
-        self._highest = max(self._highest, peak)
+        if self.looked_at == 1 and predicted is not None:
+            peak = min(peak, self.target)
+        else:
+            self._highest = max(self._highest, peak)
         if self.looked_at > SETTLING:
             self._flushes = [*self._flushes[1 - SURE :], pressed]
         if predicted is not None:
@@ -120,9 +125,11 @@ class Budget:
             elif not any(self._flushes) and self.looked_at >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self.target) if pressed else self.target - peak
-        laid_out = self.looked_at > LAID_OUT  # before that, less overflows than will
-        self._spills = self._spills + 1 if overflow and laid_out else 0
-        self._fits = self._fits + 1 if not overflow and laid_out else 0
+        if outcome.overflow is not None:
+            self._periods += 1
+            laid_out = self._periods > LAID_OUT  # before that, less overflows than will
+            self._spills = self._spills + 1 if overflow and laid_out else 0
+            self._fits = self._fits + 1 if not overflow and laid_out else 0
         if self._fits >= SURE:
             self._overflow = None
         # What did not become less when the budget did is not the plan's; nor is what always comes back.

@@ -170,7 +170,7 @@ class Feedback:
         (only,), (predicted,) = planned, predictions
         believed = host is None or not self._awaits_host(predicted)
         changed |= host is not None and self.host(host, only.plan, predicted)
-        disturbed = outcome.pressed or outcome.overflow > 0 or outcome.resized
+        disturbed = outcome.pressed or bool(outcome.overflow) or outcome.resized
         return self.iteration(time, predicted, believed=believed, disturbed=disturbed) or changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch_tiers.migrator.model.timing import HostTime, IterationTime
 from torch_tiers.migrator.model.trace import Trace
+
+
+class Overflow(NamedTuple):
+    """What HBM had no room for in the allocator's last period, and which that was.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that it had to put elsewhere.
+    period : int or None
+        The number of the period, which may have several iterations; None where each iteration is one.
+    """
+
+    nbytes: int = 0
+    period: int | None = None
+
+
+FITS = Overflow()
 
 
 @dataclass(frozen=True)
@@ -28,8 +47,9 @@ class IterationOutcome:
         Whether what was saved as planned was considerably larger or smaller than that, or may have been.
     pressed : bool
         Whether the allocator had to flush its cache to stay within the budget.
-    overflow : int
-        Bytes for which HBM had no room, and which the allocator had to put elsewhere.
+    overflow : int or None
+        Bytes for which HBM had no room in the allocator's last period, and which it had to put elsewhere; None if
+        an iteration before this one has told of that period.
     refused : bool
         Whether a tier had no room for what the plan offloads, so that it stayed in HBM. Then memory and time say
         nothing about the plan.
@@ -47,7 +67,7 @@ class IterationOutcome:
     mispredicted: bool = False
     resized: bool = False
     pressed: bool = False
-    overflow: int = 0
+    overflow: int | None = 0
     refused: bool = False
     iteration_time: IterationTime | None = None
     host: HostTime | None = None

@@ -19,6 +19,7 @@ from torch import nn
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.migrator.controller.outcome import FITS, Overflow
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.program import weights
@@ -246,19 +247,18 @@ class Runtime:
     def _iteration_over(self, saver: Saver) -> None:
         self._progress.count_iteration()
         whole, saver.steps_before = saver.steps_before > 0, self._progress.steps
-        advice = self._advice.iteration_over(saver.movers.armed)
-        changed = False
+        advice, changed = self._advice.iteration_over(saver.movers.armed), False
         hooks = None if self._tensors is None else self._tensors.spent()
         host = None if hooks is None else self._time.iteration_over(hooks, self._counters.blocked)
         pages = self.options.pages()
         for mover in saver.movers.armed:
             device = mover.engine.compute.device
             threads = max(1, sum(device in other.movers.by_device for other in self._savers))
-            overflow = 0 if pages is None else pages.overflow(device) // threads
+            overflow = FITS if pages is None else Overflow(pages.overflow(device) // threads, pages.periods)
             self._progress.note_unmanaged(mover.unmanaged)
             recorded = mover.recorder is not None
-            if overflow:
-                self._progress.tell_timeline("hbm was full", device=str(device), bytes=overflow)
+            if overflow.nbytes:
+                self._progress.tell_timeline("hbm was full", device=str(device), bytes=overflow.nbytes)
             try:
                 changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)
                 changed |= advice is not None and mover.plans.apply_advice(*advice, recorded=mover.recorder is not None)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.controller.kinds import is_of_another_size, is_of_no_kind
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.outcome import IterationOutcome
+from torch_tiers.migrator.controller.outcome import IterationOutcome, Overflow
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
@@ -40,6 +40,7 @@ class DevicePlans:
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._fitting = 0  # iterations, one after the other, that HBM had room for
+        self._period: int | None = None  # the allocator's last of which it was told
 
     @property
     def keep_everything(self) -> bool:
@@ -77,14 +78,15 @@ class DevicePlans:
         self._engine.hbm.limit = self._limit(recorded=recorded)
 
     def iteration_over(
-        self, trace: Trace | None, peak: int, *, whole: bool, alone: bool, overflow: int, host: HostTime | None
+        self, trace: Trace | None, peak: int, *, whole: bool, alone: bool, overflow: Overflow, host: HostTime | None
     ) -> bool:
         """Take in one iteration; return whether there are new plans, which `next_begins` is to adopt.
 
         For the parameters see `IterationOutcome` and `Mover.end_iteration`.
         """
+        told, self._period = overflow.period is not None and overflow.period == self._period, overflow.period
         engine, filling, plans = self._engine, self._filling, self.learner.plans
-        self._fitting = 0 if overflow else self._fitting + 1
+        self._fitting = 0 if overflow.nbytes else self._fitting + 1
         self._stayed &= not filling.offloaded and all(plan.keeps_everything for plan in plans)
         granted, refused = filling.granted, filling.refused
         mispredicted = is_of_no_kind(self.learner.traces, filling.unforeseen, filling.lacking(plans))
@@ -100,7 +102,7 @@ class DevicePlans:
             mispredicted=mispredicted,
             resized=resized,
             pressed=pressed,
-            overflow=overflow,
+            overflow=None if told else overflow.nbytes,
             refused=refused,
             iteration_time=iteration_time,
             host=None if iteration_time is None else host,
@@ -115,10 +117,10 @@ class DevicePlans:
         """Carry out plans for what another learner has recorded; see `Learner.follow`."""
         if not self.learner.follow(before):
             return False
-        self.next_begins(changed=True, overflow=0, recorded=self.learner.records_next)
+        self.next_begins(changed=True, overflow=False, recorded=self.learner.records_next)
         return True
 
-    def next_begins(self, *, changed: bool, overflow: int, recorded: bool) -> int:
+    def next_begins(self, *, changed: bool, overflow: bool, recorded: bool) -> int:
         """Adopt plans that changed; return for how many iterations the waits of the next one stand, 0 if not timed."""
         if overflow and not self.learner.plans and self.room.measures_no_more():
             self.expect_too_much()

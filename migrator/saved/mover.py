@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.outcome import FITS, Overflow
 from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import Engine
@@ -263,14 +264,14 @@ class Mover:
             return moved.view(self.engine.glimpse(moved.saved))
 
     def end_iteration(
-        self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostTime | None = None
+        self, *, whole: bool, alone: bool = True, overflow: Overflow = FITS, host: HostTime | None = None
     ) -> bool:
         """End the iteration; return whether there are new plans.
 
         Parameters
         ----------
-        whole, overflow, host
-            See `migrator.controller.outcome.IterationOutcome`.
+        whole, host, overflow
+            See `migrator.controller.outcome`.
         alone : bool
             Whether no other thread trains on this device, so that iterations do not overlap.
         """
@@ -292,7 +293,7 @@ class Mover:
             if self.learner.records_next:
                 self.recorder = self._new_recorder()
             records = self.recorder is not None
-            waits = self.plans.next_begins(changed=changed, overflow=overflow, recorded=records)
+            waits = self.plans.next_begins(changed=changed, overflow=overflow.nbytes > 0, recorded=records)
             self.checks.on = not (records or waits)
             if records:
                 self._allocated_before = self.engine.compute.allocated()

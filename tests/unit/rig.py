@@ -11,6 +11,7 @@ from tests.unit.natively import built
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.outcome import Overflow
 from torch_tiers.migrator.model.plan import PageGroup
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.engine import Engine
@@ -108,7 +109,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None,
             assert torch.equal(rig.restore(packed), tensor)
         del packed, tensor
         check()
-    return mover.end_iteration(whole=True, overflow=overflow)
+    return mover.end_iteration(whole=True, overflow=Overflow(overflow))
 
 
 def layers(count: int, nbytes: int = MiB, name: str = "layer") -> Program:

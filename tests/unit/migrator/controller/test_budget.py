@@ -23,7 +23,7 @@ from torch_tiers.migrator.controller.outcome import IterationOutcome
 TARGET = 1000 * MiB
 
 
-def changes(budget: Budget, peak: int = TARGET, *, pressed: bool = False, overflow: int = 0) -> bool:
+def changes(budget: Budget, peak: int = TARGET, *, pressed: bool = False, overflow: int | None = 0) -> bool:
     """An iteration under a plan that was predicted to come to the target."""
     outcome = IterationOutcome(None, peak, pressed=pressed, overflow=overflow)
     return budget.peak(outcome, TARGET, TARGET, may_grow=True)
@@ -57,6 +57,16 @@ def test_what_did_not_fit_before_memory_was_laid_out_or_once_in_a_while_takes_no
         assert not changes(budget, overflow=overflow)
 
 
+@pytest.mark.parametrize("iterations", [2, 4])
+def test_a_period_that_did_not_fit_counts_once_however_many_iterations_it_has(iterations: int) -> None:
+    """Where gradients were those of two batches, one step that logged its loss took a tenth of the budget, for good."""
+    budget, rest = Budget(TARGET), [None] * (iterations - 1)
+    for overflow in (0, 0, 9 * MiB, 0, 9 * MiB, 0):
+        assert not any(changes(budget, overflow=each) for each in [overflow, *rest])
+    assert not any(changes(budget, overflow=each) for each in [9 * MiB, *rest])
+    assert changes(budget, overflow=9 * MiB), "but two in a row do"
+
+
 def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
     budget = Budget(TARGET)
     changed = 0
@@ -87,6 +97,17 @@ def test_the_budget_is_cut_a_few_times_for_what_other_programs_and_streams_need(
     assert changed == CUTS
     budget.news()
     assert any([changes(budget, overflow=MiB) for _ in range(LAID_OUT + SPILLS)])
+
+
+def test_what_the_iteration_before_a_plan_left_in_hbm_is_not_taken_off_its_budget() -> None:
+    """Plans may begin between two batches of a step: 3% of a decoder's budget went, for good."""
+    budget = Budget(TARGET)
+    for _ in range(5):
+        budget.adopted()
+        assert not changes(budget, TARGET * 105 // 100)
+        assert not any(changes(budget) for _ in range(SETTLING))
+    budget.adopted()
+    assert [changes(budget, TARGET * 105 // 100) for _ in range(2)] == [False, True]
 
 
 def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:

@@ -66,7 +66,8 @@ def test_while_plans_are_made_nothing_is_corrected() -> None:
     later.work()
     assert unrecorded(learner, 2 * peak_of(MODEL))  # still an iteration of the old plans
     assert len(later.jobs) == 1
-    unrecorded(learner, peak_of(MODEL))
+    for _ in range(2):
+        unrecorded(learner, peak_of(MODEL))
     assert len(later.jobs) == 2
 
 
@@ -179,7 +180,7 @@ def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
     learner = Learner(POLICIES["auto"], error.value.smallest + 100 * MiB)
     learner.iteration_over(IterationOutcome(MODEL, 0))
-    assert unrecorded(learner, 2 * error.value.smallest)
+    assert [unrecorded(learner, 2 * error.value.smallest) for _ in range(2)] == [False, True]
     (predicted,) = learner.predictions
     assert predicted is not None
     assert predicted.peak["hbm"] <= error.value.smallest

@@ -15,6 +15,8 @@ from torch import nn
 import torch_tiers as tiers
 from torch_tiers import paging
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.program import optimizers
 from torch_tiers.migrator.runtime.models import BudgetTooSmall
 from torch_tiers.migrator.saved.device_plans import CLOSELY, DevicePlans
@@ -26,7 +28,9 @@ class Pages:
     """Stands for the page-grouping allocator, of which there is none without a GPU."""
 
     overflowed = 0
+    state_in_dram = 0
     news = 0
+    periods = 0
     lender: Callable[[int], int] | None = None
 
     def borrow(self, lender: Callable[[int], int] | None) -> None:
@@ -39,7 +43,7 @@ class Pages:
         pass
 
     def period_over(self, *, alone: bool = True) -> None:
-        pass
+        self.periods += 1
 
     def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         self.news += 1
@@ -143,6 +147,27 @@ def test_the_timeline_tells_when_hooks_rest_and_why_they_no_longer_do(pages: Pag
     assert happened.index("hooks rest") < happened.index("hbm was full")
     *_, last = [event["name"] for event in whole["traceEvents"] if event.get("cat") == "iterations"]
     assert last.startswith("iterations ") and last.endswith(f" to {CLOSELY + 9}")  # of those before it nobody knew
+
+
+def test_of_a_period_that_did_not_fit_the_first_of_its_iterations_tells(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[int | None] = []
+
+    def iteration_over(self: Learner, outcome: IterationOutcome) -> bool:
+        told.append(outcome.overflow)
+        return False
+
+    monkeypatch.setattr(Learner, "iteration_over", iteration_over)
+    pages.overflowed = MiB
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        for _ in range(4):
+            for _ in range(3):
+                model(torch.randn(64, 128)).square().mean().backward()
+            optimizer.step()
+    assert told == [MiB, None, None] * 4
 
 
 def test_a_program_that_does_not_fit_whatever_is_done_is_looked_at_all_the_time(pages: Pages) -> None:
