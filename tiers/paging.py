@@ -97,7 +97,7 @@ def account(cores: Sequence[Counts]) -> dict[str, int]:
     Pages mapped and unmapped, which takes some 60 us each, and waits for the device for that; requests that lay where
     the layout has them, that it does not know, and whose place was taken; bytes that lie in DRAM now.
     """
-    names = ("maps", "unmaps", "waits", "planned", "departed", "misplaced", "dram")
+    names = ("maps", "unmaps", "waits", "planned", "mispredicted", "misplaced", "dram")
     return {name: sum(getattr(counts, name) for counts in cores) for name in names}
 
 

@@ -19,14 +19,14 @@ class AtStep(NamedTuple):
     ----------
     requests : int
         Of the period.
-    departed : int
+    mispredicted : int
         Departures since the core was opened.
     dram, spilled : int
         Bytes of DRAM; and the most in the period for which there was no room in HBM.
     """
 
     requests: int
-    departed: int
+    mispredicted: int
     dram: int
     spilled: int
 
@@ -44,7 +44,7 @@ class Evaluations:
     def step_over(self) -> None:
         """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
         now = self._core.glance()
-        self._at_step = AtStep(now.requests, now.departed, now.dram, now.spilled_so_far)
+        self._at_step = AtStep(now.requests, now.mispredicted, now.dram, now.spilled_so_far)
 
     def needed(self, dram: int, spilled: int) -> int:
         """Bytes of `spilled` that training had no room for; ask before `period_over`.

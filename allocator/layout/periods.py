@@ -32,7 +32,7 @@ ENDS = 8  # pages at the ends of heaps that are used in part, at most
 class _Calm:
     """A run of periods that each repeated the one before, and after which there was nothing to do."""
 
-    departed: int  # unpredicted requests in each period
+    mispredicted: int  # unpredicted requests in each period
     periods: int = 0  # of them that `Watch` and `Kinds` have not counted yet
 
 
@@ -64,7 +64,7 @@ class Periods:
         self._largest: Largest | None = Largest()  # None: HBM does not hold the largest of all requests together
         self._in_dram = 0  # bytes, when it was last tried to have fewer there
         self._evaluations = Evaluations(core)
-        self._departed = 0  # unpredicted requests, until the last period ended
+        self._mispredicted = 0  # unpredicted requests, until the last period ended
         self._calm: _Calm | None = None
         self._refused = False  # whether it was logged that there is no layout
         self._new_plans: int | None = None  # if plans change with the next period: its expected peak
@@ -121,11 +121,11 @@ class Periods:
             that read them at any time, and while they move they are mapped nowhere.
         """
         now = self.core.mark()
-        before, self._departed = self._departed, now.departed
-        since, calm = now.departed - before, self._calm
+        before, self._mispredicted = self._mispredicted, now.mispredicted
+        since, calm = now.mispredicted - before, self._calm
         fits = not (now.dram or now.spilled or self._claims.granted(self._device))
         repeated = now.repeated and fits and self._new_plans is None
-        if calm is not None and repeated and since == calm.departed:
+        if calm is not None and repeated and since == calm.mispredicted:
             calm.periods += 1
             self._evaluations.forget_step()
             return
@@ -137,17 +137,17 @@ class Periods:
         if nothing_done and repeated and not self._evaluations.has_cut and not self._kinds.may_return:
             self._calm = _Calm(since)
 
-    def _look(self, now: Glance, departed_before: int, alone: bool) -> bool:
+    def _look(self, now: Glance, mispredicted_before: int, alone: bool) -> bool:
         """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
         core, watch, kinds = self.core, self._watch, self._kinds
-        departed, dram = now.departed, now.dram
+        mispredicted, dram = now.mispredicted, now.dram
         spilled = self._evaluations.needed(dram, now.spilled) if alone else now.spilled
         new_plans = self._new_plans  # read once: what another thread sets from here on is for the period after
         cut = self._evaluations.period_over(dram, may_be=alone and new_plans is None)
         if cut is not None:
             self._lay_out_again()
-            departed, dram, spilled = cut.departed, core.glance().dram, cut.spilled
-        since = departed - departed_before
+            mispredicted, dram, spilled = cut.mispredicted, core.glance().dram, cut.spilled
+        since = mispredicted - mispredicted_before
         self._claims.period_over(self._device, core, dram)
         demoted = self.residence.period_over(spilled, alone=alone)
         self._has_no_layout = new_plans is not None
@@ -261,13 +261,13 @@ class Periods:
         return self._claims.more(self._device, self.core, GiB)
 
 
-def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:
+def _forgot_after(now: Glance, mispredicted: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:
     """Count a period without reading its log; see `Kinds.period_over`. None if the log has to be read.
 
     To read the log of thousands of requests takes half a millisecond, in which the device is idle.
     """
-    if not departed and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
+    if not mispredicted and kinds.is_whole(now.present, now.came) and watch.nothing_mispredicted():
         return kinds.came_as_laid_out(now.present)
-    if repeated and watch.repeated(departed):
+    if repeated and watch.repeated(mispredicted):
         return kinds.came_as_before()
     return None

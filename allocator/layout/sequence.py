@@ -220,8 +220,8 @@ class Watch:
         """
         self._lacking = True
 
-    def nothing_departed(self) -> bool:
-        """Count a period in which no request departed from the layout; False if there is no layout."""
+    def nothing_mispredicted(self) -> bool:
+        """Count a period in which no request was mispredicted by the layout; False if there is no layout."""
         if not self._looks or self._lacking:
             return False
         self._period += 1
@@ -231,18 +231,18 @@ class Watch:
     def _came_as_laid_out(self) -> None:
         self._looks, self._until, self._misled = 1, 0, 0
 
-    def repeated(self, departed: int) -> bool:
+    def repeated(self, mispredicted: int) -> bool:
         """Count a period that repeated the one before; False if its log has to be looked at all the same."""
-        return departed <= TOLERATED and self.nothing_departed()
+        return mispredicted <= TOLERATED and self.nothing_mispredicted()
 
     def repeated_often(self, periods: int) -> None:
         """Count so many periods that repeated the last, which did not have to be looked at."""
         self._period += periods
 
     def period_over(
-        self, sizes: Ints, departed: int, *, repeated: bool, differs_in_sizes: bool = False
+        self, sizes: Ints, mispredicted: int, *, repeated: bool, differs_in_sizes: bool = False
     ) -> LayoutDecision:
-        """Count a period in which `departed` requests were not as predicted; return what to do about the layout.
+        """Count a period in which `mispredicted` requests were not as predicted; return what to do about the layout.
 
         If the period repeated the one before, a few departures are enough: the program repeats by now, and the layout
         is older. If every period is new (shapes, routing), the pauses between new layouts grow.
@@ -263,10 +263,10 @@ class Watch:
         )
         self._recent.append(sizes)
         has_layout = self._looks > 0 and not self._lacking
-        if has_layout and departed <= (TOLERATED if repeated else TOLERATED_SHARE * len(sizes)):
+        if has_layout and mispredicted <= (TOLERATED if repeated else TOLERATED_SHARE * len(sizes)):
             self._came_as_laid_out()
             return LayoutDecision.KEEP
-        misled = has_layout and departed > MISLED * len(sizes)
+        misled = has_layout and mispredicted > MISLED * len(sizes)
         self._misled = 0 if came_before else self._misled + misled
         # One that repeats, and has no layout, is none of those that never do.
         is_due = self._period >= self._until or (repeated and self._lacking)

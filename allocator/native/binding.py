@@ -18,7 +18,7 @@ HBM, DRAM = 0, 1
 PARTS, PERIODS = 0, 1
 FREE, USED, PENDING_FREE = 1, 2, 3
 STATE = 1
-"""Enumerations of `core.h`: tiers, laps, kinds of blocks, the class of blocks that live as long as the program."""
+"""Enumerations of `core.h`: tiers, peaks, kinds of blocks, the class of blocks that live as long as the program."""
 
 REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
 """One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""
@@ -75,7 +75,7 @@ PLAIN = (
     "retries",
     "failures",
     "planned",
-    "departed",
+    "mispredicted",
     "misplaced",
 )
 """What `Stats` has once, whatever the size of a block."""
@@ -95,7 +95,7 @@ class Glance(ctypes.Structure):
 
     Attributes
     ----------
-    departed : int
+    mispredicted : int
         Requests so far that were not as laid out, or whose place was taken.
     dram, dram_state : int
         Bytes of physical pages, and of those that state has a part of.
@@ -112,7 +112,7 @@ class Glance(ctypes.Structure):
         was moved: in use in DRAM, without state and what was moved, and of pages that others took from the layout.
     """
 
-    departed: int
+    mispredicted: int
     dram: int
     dram_state: int
     present: int
@@ -124,7 +124,7 @@ class Glance(ctypes.Structure):
     _fields_: ClassVar[list[Any]] = [
         (name, ctypes.c_int64)
         for name in (
-            *("departed", "dram", "dram_state", "present", "came", "requests", "repeated"),
+            *("mispredicted", "dram", "dram_state", "present", "came", "requests", "repeated"),
             *("spilled", "spilled_so_far"),
         )
     ]
@@ -146,7 +146,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
             f"the native core cannot be loaded ({error}): install the package again where a C++ compiler is"
         ) from error
     core.tn_last_error.restype = ctypes.c_char_p
-    for name in ("log", "blocks", "on", "pages_on", "pool_used", "lap", "retries", "delayed", "page_bytes"):
+    for name in ("log", "blocks", "on", "pages_on", "pool_used", "take_peak", "retries", "delayed", "page_bytes"):
         getattr(core, f"tn_{name}").restype = U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
@@ -180,7 +180,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_delayed": [],
         "tn_page_bytes": [],
         "tn_reset_peaks": [],
-        "tn_lap": [ctypes.c_int, ctypes.c_int],
+        "tn_take_peak": [ctypes.c_int, ctypes.c_int],
         "tn_blocks": [ctypes.c_void_p, U64],
     }
     for name, types in others.items():

@@ -306,7 +306,7 @@ void tn_core::record_allocation(Heap *heap, Block *block, uint64_t requested) {
     add(stats.active[size], block->bytes);
     add(stats.active_blocks[size], 1);
   }
-  for (int64_t now = needed(); int64_t &lap : laps) lap = std::max(lap, now);
+  for (int64_t now = needed(); int64_t &peak : peaks) peak = std::max(peak, now);
 }
 
 Status tn_core::free(uint64_t address) {

@@ -90,15 +90,15 @@ typedef struct {
 
 /* The few counters that are read after every period. */
 typedef struct {
-  int64_t departed;   /* requests that were not as laid out, since the core was opened */
-  int64_t dram_bytes; /* physical pages */
-  int64_t dram_state; /* of these, those that state has a part of */
-  int64_t present;    /* which of the sequences that are laid out came last */
-  int64_t came;       /* how many of its requests had come when the last period ended */
-  int64_t requests;   /* of the period under way, so far */
-  int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
-  int64_t spilled;    /* the most bytes in the last period for which there was no room in HBM: in use in DRAM, but those
-                         that were moved and of state, and of pages that others took from the layout's region */
+  int64_t mispredicted; /* requests that were not as laid out, since the core was opened */
+  int64_t dram_bytes;   /* physical pages */
+  int64_t dram_state;   /* of these, those that state has a part of */
+  int64_t present;      /* which of the sequences that are laid out came last */
+  int64_t came;         /* how many of its requests had come when the last period ended */
+  int64_t requests;     /* of the period under way, so far */
+  int64_t repeated;     /* whether the last period had the same requests, at the same events, as the one before it */
+  int64_t spilled; /* the most bytes in the last period for which there was no room in HBM: in use in DRAM, but those
+                      that were moved and of state, and of pages that others took from the layout's region */
   int64_t spilled_so_far; /* the same of the period under way, since anything was moved */
 } tn_glance;
 /* A period ends and the next begins. Unless `out` is null it gets the counters of that moment. */
@@ -160,7 +160,7 @@ typedef struct {
   int64_t idle_bytes;    /* mapped, and not in use */
   int64_t largest_idle;
   int64_t maps, unmaps, waits, retries, failures;
-  int64_t planned, departed, misplaced; /* requests served where laid out; not as laid out; whose place was taken */
+  int64_t planned, mispredicted, misplaced; /* requests served where laid out; not as laid out; whose place was taken */
 } tn_stats;
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
 /* The same of the period under way, without an end to it. */
@@ -171,12 +171,11 @@ TN_API int64_t tn_retries(tn_core *core);
  * A request that is at it now counts once it is over, and is not waited for. */
 TN_API int64_t tn_delayed(const tn_core *core);
 TN_API void tn_reset_peaks(tn_core *core);
-/* The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew. Those that
- * were demoted do not count. With them
- * counts what lies idle on other streams than the layout's, which it cannot use. To the next lap what is in use now
- * counts only if asked for: `with_present`. */
-enum { TN_PARTS = 0, TN_PERIODS = 1, TN_LAPS = 2 };
-TN_API uint64_t tn_lap(tn_core *core, int of, int with_present);
+/* The most bytes in use now, or after a request since the last call `of` the same; no other peak begins anew. Those
+ * that were demoted do not count. With them counts what lies idle on other streams than the layout's, which it cannot
+ * use. To the next peak what is in use now counts only if asked for: `with_present`. */
+enum { TN_PARTS = 0, TN_PERIODS = 1, TN_PEAKS = 2 };
+TN_API uint64_t tn_take_peak(tn_core *core, int of, int with_present);
 TN_API void tn_reset_totals(tn_core *core);
 
 typedef struct {

@@ -25,7 +25,7 @@ from torch_tiers.allocator.native.binding import (
 )
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
-COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "departed", "misplaced")
+COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "mispredicted", "misplaced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Counts:
         Pages mapped and unmapped, and waits for a stream that this took.
     retries : int
         Requests for which a tier was full before idle pages were taken from elsewhere.
-    planned, departed, misplaced : int
+    planned, mispredicted, misplaced : int
         Requests served where the layout has them, those the layout does not know, and those whose place was taken.
     """
 
@@ -65,7 +65,7 @@ class Counts:
     waits: int
     retries: int
     planned: int
-    departed: int
+    mispredicted: int
     misplaced: int
 
 
@@ -285,8 +285,8 @@ class Core:
         """Peaks begin anew at what is in use now."""
         self._library.tn_reset_peaks(self._core)
 
-    def lap(self, of: int = PARTS, *, with_present: bool = False) -> int:
-        """The most bytes in use since the last lap `of` the same kind, or now, without what was demoted.
+    def take_peak(self, of: int = PARTS, *, with_present: bool = False) -> int:
+        """The most bytes in use since the last call `of` the same kind, or now, without what was demoted.
 
         No other peak begins anew.
 
@@ -295,9 +295,9 @@ class Core:
         Parameters
         ----------
         with_present : bool
-            Whether what is in use now counts in the next lap, too.
+            Whether what is in use now counts in the next peak, too.
         """
-        return int(self._library.tn_lap(self._core, of, with_present))
+        return int(self._library.tn_take_peak(self._core, of, with_present))
 
     def blocks(self) -> npt.NDArray[Any]:
         """All mapped blocks, as `BLOCK`, by heap and address."""

@@ -34,7 +34,7 @@ tn_glance glance(const tn_core &core) {
   uint64_t state = 0;
   for (auto &[base, heap] : core.heaps)
     if (heap->state() && core.pages[kDram].made()) state += heap->pages_on(kDram);
-  return {core.stats.departed + core.stats.misplaced,
+  return {core.stats.mispredicted + core.stats.misplaced,
           int64_t(core.pages[kDram].made() * core.page),
           int64_t(state * core.page),
           int64_t(core.layout.present),
@@ -386,11 +386,11 @@ void tn_reset_peaks(tn_core *core) {
   for (Pages &tier : core->pages) tier.reset_peak();
 }
 
-uint64_t tn_lap(tn_core *core, int of, int with_present) {
+uint64_t tn_take_peak(tn_core *core, int of, int with_present) {
   std::lock_guard<std::mutex> guard(core->mutex);
   int64_t present = core->needed();
-  int64_t &lap = core->laps[of == TN_PERIODS];
-  return uint64_t(std::max(std::exchange(lap, with_present ? present : 0), present));
+  int64_t &peak = core->peaks[of == TN_PERIODS];
+  return uint64_t(std::max(std::exchange(peak, with_present ? present : 0), present));
 }
 
 void tn_reset_totals(tn_core *core) {

@@ -36,7 +36,7 @@ size_t tn_core::follow(uint64_t bytes) {
     layout.lost -= layout.lost > 0;
     return found;
   }
-  ++stats.departed;
+  ++stats.mispredicted;
   layout.lost = std::min(layout.lost + 1, 2 * kLost);
   if (found < all->bytes.size() && all->varies(found)) {
     layout.next = found + 1;  // it is larger than it ever was, which the next layout knows

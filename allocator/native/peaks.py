@@ -25,14 +25,14 @@ class PeaksOfCore:
         self._core = core
 
     def take_peak(self, *, with_present: bool = False) -> int:
-        """The most bytes in use since the last call, or now; see `Core.lap`."""
+        """The most bytes in use since the last call, or now; see `Core.take_peak`."""
         core = self._core()
-        return core.lap(with_present=with_present) if core is not None else 0
+        return core.take_peak(with_present=with_present) if core is not None else 0
 
     def restart(self) -> tuple[int, int]:
         """Begin a new peak, at what is in use; the one since the last restart, and what `retries` tells."""
         core = self._core()
-        return (core.lap(PERIODS, with_present=True), core.retries()) if core is not None else (0, 0)
+        return (core.take_peak(PERIODS, with_present=True), core.retries()) if core is not None else (0, 0)
 
     def delayed(self) -> float:
         """Seconds that requests have waited so far, in all threads, while pages were mapped or room was made."""

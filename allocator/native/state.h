@@ -130,7 +130,7 @@ struct tn_core {
   tn_stats stats{};
   std::atomic<int64_t> delayed{0};  // nanoseconds, of requests for which pages were to be mapped
   uint64_t maps = 0, unmaps = 0;    // of heaps that are gone
-  int64_t laps[TN_LAPS] = {};       // the most bytes needed after a request since each was last asked for
+  int64_t peaks[TN_PEAKS] = {};     // the most bytes needed after a request since each was last asked for
   // For how many more requests no page is made beyond `expected` bytes, or what is alive, while others lie idle. Set
   // for the one period that has no layout between others that have one: best fit alone would leave up to 4% idle. Each
   // time idle pages are unmapped for it costs a wait, with the lock held; so it is over after that many requests even

@@ -238,26 +238,26 @@ def _stand_before_backwards() -> None:
 
     @wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        aside = _step_aside()  # what has begun lives as long as this frame
+        paused = _pause()  # what has begun lives as long as this frame
         try:
             return plain(*args, **kwargs)
         finally:
-            _step_back(aside)
+            _unpause(paused)
 
     _differentiation._engine_run_backward = _our_backward = backward
 
 
-def _step_aside() -> tuple[object, Saver | None]:
+def _pause() -> tuple[object, Saver | None]:
     if _active is None:
         return None, None
     begun, saver = _active.backward_begins(), _active.saver()
-    return begun, saver if saver is not None and saver.step_aside() else None
+    return begun, saver if saver is not None and saver.pause() else None
 
 
-def _step_back(aside: tuple[object, Saver | None]) -> None:
-    _, saver = aside
+def _unpause(paused: tuple[object, Saver | None]) -> None:
+    _, saver = paused
     if saver is not None:
-        saver.step_back()
+        saver.unpause()
     if _active is not None:
         _active.backward_over()
 
@@ -306,7 +306,7 @@ def _keep_dynamo_out() -> None:
     of_movers_and_savers = (Mover.take, Mover.restore, Saver.drop, Saver.note, Saver.bypass)
     by_the_shortcut = (*of_movers_and_savers, Replay.run, *of_engines, place_of_copy)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)
-    entries = (_enter, _leave, _step_aside, _step_back, _stepping, _stepped, _disable, _enable)
+    entries = (_enter, _leave, _pause, _unpause, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     # What a module's call or a backward comes to is the program's, though.

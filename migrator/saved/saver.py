@@ -134,8 +134,8 @@ class Saver(OnStack):
 
     def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
-            if self.aside:
-                self.come_back()
+            if self.paused:
+                self.unpause_after_interrupt()
             for armed in self.movers.armed:  # a forward that raised, before one that saves nothing, such as validation
                 armed.collect()
             if self.place.recording and self._replays is not None:
@@ -163,7 +163,7 @@ class Saver(OnStack):
     def _bypass_or_not(self) -> None:
         place = self.place
         # What is switched within a node of the graph is as before after the node.
-        if (not place.bypass and not self.bypassed) or self.aside or _graph_task() != -1:
+        if (not place.bypass and not self.bypassed) or self.paused or _graph_task() != -1:
             return
         bypass = place.bypass.get(place.here.path, False) if not place.in_backward else False
         if bypass is not None and bypass is not self.bypassed:

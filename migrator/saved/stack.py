@@ -25,14 +25,14 @@ class OnStack:
         Whether the hooks are off because they have nothing to do.
     bypassed : bool
         Whether the hooks are off within the present module; see `bypass`.
-    aside : bool
-        Whether they are off while a backward runs; see `step_aside`.
+    paused : bool
+        Whether they are off while a backward runs; see `pause`.
     """
 
     def __init__(self) -> None:
         self.hooks: Hooks = (self.pack, self.unpack)
         self.resting = self.bypassed = False
-        self.aside = self._suspended = False
+        self.paused = self._suspended = False
 
     def pack(self, tensor: Tensor) -> Any:
         """Handle a tensor that autograd saves."""
@@ -48,8 +48,8 @@ class OnStack:
 
     def take_off(self) -> bool:
         """Switch the hooks off unless somebody else's lie on top of them; return whether they are off."""
-        if self.aside:
-            self.aside = False  # nobody puts them back
+        if self.paused:
+            self.paused = False  # nobody puts them back
             return True
         if not self.on_top():
             return False
@@ -69,27 +69,27 @@ class OnStack:
             self.push()
             self.bypassed = False
 
-    def step_aside(self) -> bool:
-        """Switch the hooks off until `step_back`, if they are on and on top; return whether they were."""
-        if self.aside or not self.on_top():
+    def pause(self) -> bool:
+        """Switch the hooks off until `unpause`, if they are on and on top; return whether they were."""
+        if self.paused or not self.on_top():
             return False
-        self.aside = True  # first: an interrupt may come after each line; see `come_back`
+        self.paused = True  # first: an interrupt may come after each line; see `unpause_after_interrupt`
         _autograd._pop_saved_tensors_default_hooks()
         return True
 
-    def step_back(self) -> None:
+    def unpause(self) -> None:
         """Switch the hooks on again, unless they were to be off in the meantime."""
-        if self.aside:
+        if self.paused:
             self.push()
-            self.aside = False
+            self.paused = False
 
-    def come_back(self) -> None:
-        """Switch the hooks on again that an interrupt left aside. Call it while no backward runs."""
-        if self.aside and not self.on_top():
+    def unpause_after_interrupt(self) -> None:
+        """Switch the hooks on again that an interrupt left paused. Call it while no backward runs."""
+        if self.paused and not self.on_top():
             if not self.is_free():
                 return  # they come back once somebody else's hooks are gone
             self.push()
-        self.aside = False
+        self.paused = False
 
     def suspend(self) -> None:
         """Switch the hooks off until `resume`; they must be on top."""

@@ -165,19 +165,19 @@ class _Step:
                     self._fetch(group)
             if position in work:
                 self._again(work[position])
-            departed, ended = 0, ()
+            left, ended = 0, ()
             if event is not None:
                 ended = event.done
                 self.resident += event.enter
                 for group in event.complete:
                     self._offload(group)
-                departed = event.leave + sum(group.planned.nbytes for group in event.done)
-                self.resident -= departed
+                left = event.leave + sum(group.planned.nbytes for group in event.done)
+                self.resident -= left
             if position < first_use or (event is not None and event.enter):
                 self._relieve(limit, position)
             elif self.order:
                 self._prefetch(limit, position)
-            resident[position + 1] = self.resident + departed
+            resident[position + 1] = self.resident + left
             clock[position] = self.machine.now
         self._stretch(trace.positions)
         self._outlast(ended)
@@ -277,7 +277,7 @@ class _Step:
             self.order.popleft()
 
     def _bring(self, group: Group) -> None:
-        group.come_back(self.machine)
+        group.unpause_after_interrupt(self.machine)
         self.resident += group.planned.nbytes
 
     def _fetch(self, group: Group) -> None:

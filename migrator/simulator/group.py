@@ -52,7 +52,7 @@ class Group:
         if self.is_staged and self.away and self.read < 0:
             _, self.read = machine.copy(self.way_back[0], self.planned.nbytes, max(machine.now, self.written))
 
-    def come_back(self, machine: Machine) -> None:
+    def unpause_after_interrupt(self, machine: Machine) -> None:
         """Queue its copy to HBM."""
         self.begins, self.home = machine.copy(self.way_back[-1], self.planned.nbytes, max(machine.now, self.out))
 

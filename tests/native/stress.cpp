@@ -45,7 +45,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   std::vector<tn_request> requests(4096);
   uint64_t events = 0;
   tn_log(core, random() % 2, requests.data(), requests.size(), &events);
-  tn_lap(core, TN_PARTS, 0);
+  tn_take_peak(core, TN_PARTS, 0);
   tn_retries(core);
   expect(tn_delayed(core) >= 0, "time goes on");
   expect(tn_page_bytes(core) % kMiB == 0, "pages are whole MiB");

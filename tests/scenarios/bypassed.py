@@ -195,7 +195,7 @@ def a_module_that_backward_calls_leaves_the_hooks_as_they_were(device: torch.dev
 
             loss.register_hook(hook)
             loss.backward()
-            assert ours.on_top() and not ours.bypassed and not ours.aside
+            assert ours.on_top() and not ours.bypassed and not ours.paused
         train(model, device, steps=2)
         assert [layer.called[-1] for layer in _layers(model)] == [False, False, True] * 2
 

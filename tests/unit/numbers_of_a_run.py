@@ -22,7 +22,7 @@ STATS: dict[str, Any] = {
     "settled": {"iterations": 5, "moved": LANES, "stalled_s": {"d2h": 0.1}},
     "unmanaged_bytes": 512,
     "flushes": 1,
-    "pages": dict.fromkeys(("planned", "departed", "misplaced", "maps", "unmaps", "waits", "dram"), 1),
+    "pages": dict.fromkeys(("planned", "mispredicted", "misplaced", "maps", "unmaps", "waits", "dram"), 1),
     "step_s": {"median": 0.5, "min": 0.4, "max": 0.75, "settled": SETTLED},
     "monitor": {"sensors": ["copies"], "steps": 10, "backed_off": 3, "changes": ["memory bus saturated by others"]},
 }

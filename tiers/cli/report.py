@@ -169,7 +169,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         yield f"hbm was full {flushes} times: {gave}, for which the host waits for the device; {advice}"
     yield from neighbours.render(stats)
     if pages := stats.get("pages"):  # nor was this
-        requests = max(1, pages["planned"] + pages["departed"] + pages["misplaced"])
+        requests = max(1, pages["planned"] + pages["mispredicted"] + pages["misplaced"])
         yield (
             f"pages: {pages['planned'] / requests:.0%} of {requests} requests lay where they were foreseen; "
             f"{pages['maps']} mapped, {pages['unmaps']} unmapped, {pages['waits']} waits for the device; "

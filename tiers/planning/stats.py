@@ -44,7 +44,7 @@ def stats_from_json(content: str) -> dict[str, Any]:
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell
         _check_host_memory(record(stats["host_memory"], "host_memory"))
     if stats.get("pages") is not None:
-        names = ("planned", "departed", "misplaced", "maps", "unmaps", "waits", "dram")
+        names = ("planned", "mispredicted", "misplaced", "maps", "unmaps", "waits", "dram")
         _check_counts(record(stats["pages"], "pages"), "pages", names)
     if field(stats, "monitor") is not None:
         monitor = record(stats["monitor"], "monitor")

@@ -92,7 +92,7 @@ void bypass_or_not(const Armed &armed, PyObject *saver) {
   PyObject *bypass = at(place, slots.place.bypass);
   const bool bypassed = is_true(saver, names().bypassed);
   if (!bypassed && !PyDict_GET_SIZE(bypass)) return;
-  if (is_true(saver, names().aside) || torch::autograd::get_current_graph_task_id() != -1) return;
+  if (is_true(saver, names().paused) || torch::autograd::get_current_graph_task_id() != -1) return;
   PyObject *wanted = Py_False;
   if (at(place, slots.place.in_backward) == Py_False) {
     PyObject *path = at(at(place, slots.place.here), slots.node.path);

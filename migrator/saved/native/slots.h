@@ -38,7 +38,7 @@ struct Names {
            *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
            *makes = PyUnicode_InternFromString("makes"), *resting = PyUnicode_InternFromString("resting"),
            *bypassed = PyUnicode_InternFromString("bypassed"), *bypass = PyUnicode_InternFromString("bypass"),
-           *period_due = PyUnicode_InternFromString("period_due"), *aside = PyUnicode_InternFromString("aside"),
+           *period_due = PyUnicode_InternFromString("period_due"), *paused = PyUnicode_InternFromString("paused"),
            *calls = PyUnicode_InternFromString("torch_tiers.calls"),
            *not_counted = PyTuple_Pack(1, THPObjectPtr(PyUnicode_InternFromString("count")).get());
 };

@@ -283,7 +283,7 @@ def test_report_prints_what_a_run_did(tmp_path, capsys):
 
 
 def test_report_tells_what_our_allocator_did(tmp_path, capsys):
-    names = ("maps", "unmaps", "waits", "planned", "departed", "misplaced", "dram")
+    names = ("maps", "unmaps", "waits", "planned", "mispredicted", "misplaced", "dram")
     pages = dict(zip(names, (9000, 800, 7, 960, 30, 10, 2 * GiB), strict=True))
     (tmp_path / "stats.json").write_text(json.dumps(STATS | {"pages": pages}))
     assert main(["report", str(tmp_path)]) == 0

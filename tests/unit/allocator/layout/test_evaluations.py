@@ -80,11 +80,11 @@ def test_a_little_that_comes_after_every_step_from_some_period_on_is_laid_out(
         if period >= 3:
             pages._full(0, 48 * MiB)
             step(core, *[24 * MiB] * 4)
-        departed = core.counts().departed
+        mispredicted = core.counts().mispredicted
         pages.period_over()
     step(core, 10 * MiB, 20 * MiB)
     step(core, *[24 * MiB] * 4)
-    assert core.counts().departed == departed
+    assert core.counts().mispredicted == mispredicted
 
 
 def test_training_that_needs_dram_is_not_taken_for_an_evaluation(pages: OnOneCore, core: Core) -> None:
@@ -127,7 +127,7 @@ def test_an_evaluation_that_hbm_has_room_for_is_laid_out_with_the_rest(pages: On
             step(core, 30 * MiB, 6 * MiB)
         pages.period_over()
     assert core.counts().dram == 0
-    before = core.counts().departed
+    before = core.counts().mispredicted
     step(core, 20 * MiB, 20 * MiB)
     step(core, 30 * MiB, 6 * MiB)
-    assert core.counts().departed == before
+    assert core.counts().mispredicted == before

@@ -43,7 +43,7 @@ def test_a_period_with_trials_is_followed_by_one_as_any_other(pages: OnOneCore, 
     assert core.counts().hbm == 12 * MiB
     pages.period_over()
     step(core, 4 * MiB, 8 * MiB)
-    assert (core.counts().planned, core.counts().departed) == (4, 0)
+    assert (core.counts().planned, core.counts().mispredicted) == (4, 0)
 
 
 def test_what_cannot_be_given_back_ends_no_program(
@@ -82,8 +82,8 @@ def test_the_log_of_a_period_that_departs_a_little_and_repeats_the_one_before_is
     monkeypatch.setattr(core, "log", lambda ago=0, log=core.log: read.append(ago) or log(ago))
 
     def period(*sizes: int) -> tuple[int, bool]:
-        """How many requests departed, and whether the log was read."""
-        departed = core.glance().departed
+        """How many requests mispredicted, and whether the log was read."""
+        mispredicted = core.glance().mispredicted
         core.state(True)  # for a request that no layout has, in each period anew
         core.allocate(512)
         core.state(False)
@@ -91,7 +91,7 @@ def test_the_log_of_a_period_that_departs_a_little_and_repeats_the_one_before_is
         pages.period_over()
         was_read = bool(read)
         read.clear()
-        return core.glance().departed - departed, was_read
+        return core.glance().mispredicted - mispredicted, was_read
 
     pages.begin()
     seen = [period(4 * MiB, 8 * MiB) for _ in range(8)]
@@ -107,9 +107,9 @@ def test_a_period_that_comes_to_the_same_and_is_another_is_laid_out(pages: OnOne
     for sizes in ((4 * MiB, 8 * MiB), (4 * MiB, 8 * MiB), small, large, large):
         step(core, *sizes)
         pages.period_over()
-    departed = core.counts().departed
+    mispredicted = core.counts().mispredicted
     step(core, *large)
-    assert core.counts().departed == departed
+    assert core.counts().mispredicted == mispredicted
 
 
 def test_what_was_asked_for_before_the_first_period_is_of_none(pages: OnOneCore, core: Core) -> None:
@@ -118,7 +118,7 @@ def test_what_was_asked_for_before_the_first_period_is_of_none(pages: OnOneCore,
     step(core, 4 * MiB)
     pages.period_over()
     step(core, 4 * MiB)
-    assert core.counts().departed == 0
+    assert core.counts().mispredicted == 0
 
 
 def test_a_program_that_changes_is_laid_out_anew(pages: OnOneCore, core: Core) -> None:
@@ -193,7 +193,7 @@ def test_kinds_that_take_turns_are_all_laid_out(pages: OnOneCore, core: Core, ki
     turns(20 * kinds)
     before = core.counts()
     turns(2 * kinds)
-    assert core.counts().departed == before.departed
+    assert core.counts().mispredicted == before.mispredicted
     assert core.counts().planned - before.planned == 4 * kinds
 
 
@@ -205,7 +205,7 @@ def test_where_every_period_is_new_none_is_laid_out(pages: OnOneCore, core: Core
         if period == 4:
             before = core.counts()
     assert core.counts().planned == before.planned
-    assert core.counts().departed == before.departed, "there is nothing to depart from"
+    assert core.counts().mispredicted == before.mispredicted, "there is nothing to depart from"
 
 
 def test_periods_that_differ_in_sizes_alone_are_laid_out_for_the_largest(pages: OnOneCore, core: Core) -> None:
@@ -223,9 +223,9 @@ def test_periods_that_differ_in_sizes_alone_are_laid_out_for_the_largest(pages: 
     periods(range(3, 20))
     after = core.counts()
     assert after.planned - before.planned == 5 * 17
-    assert (after.maps, after.unmaps, after.departed) == (before.maps, before.unmaps, before.departed)
+    assert (after.maps, after.unmaps, after.mispredicted) == (before.maps, before.unmaps, before.mispredicted)
     step(core, 512, 20 * MiB, 2 * MiB, MiB, 512)
-    assert (core.counts().planned - after.planned, core.counts().departed - after.departed) == (4, 1)
+    assert (core.counts().planned - after.planned, core.counts().mispredicted - after.mispredicted) == (4, 1)
 
 
 def test_where_hbm_holds_each_period_and_not_all_of_the_largest_together_none_is_laid_out(
@@ -241,7 +241,7 @@ def test_where_hbm_holds_each_period_and_not_all_of_the_largest_together_none_is
         assert core.counts().dram == 0
         if period == 40:
             before = core.counts()
-    assert (core.counts().planned, core.counts().departed) == (before.planned, before.departed)
+    assert (core.counts().planned, core.counts().mispredicted) == (before.planned, before.mispredicted)
 
 
 def test_what_periods_need_that_trade_sizes_off_is_not_laid_out_together(pages: OnOneCore, core: Core) -> None:
@@ -270,7 +270,7 @@ def test_where_periods_of_many_sizes_now_and_then_have_one_request_more_no_layou
         if period == 60:
             before = core.counts()
     after = core.counts()
-    assert after.unmaps - before.unmaps == after.departed - before.departed == 0
+    assert after.unmaps - before.unmaps == after.mispredicted - before.mispredicted == 0
 
 
 def test_a_period_that_is_many_times_as_large_once_takes_no_memory_in_those_after_it(
@@ -379,7 +379,7 @@ def test_a_step_that_is_said_to_be_another_goes_by_no_layout_and_the_next_by_its
     assert core.counts().planned == 4
     pages.period_over()
     step(core, 8 * MiB, 2 * MiB)
-    assert (core.counts().planned, core.counts().departed) == (4, 0)
+    assert (core.counts().planned, core.counts().mispredicted) == (4, 0)
     pages.period_over()
     step(core, 8 * MiB, 2 * MiB)
     assert core.counts().planned == 6

@@ -184,7 +184,7 @@ def test_a_program_that_settled_is_looked_at_as_in_the_beginning_when_it_is_abou
         watch.period_over(other(period), 400, repeated=False)
     watch.period_over(ONE, 0, repeated=True)
     watch.expect_new_plans()
-    assert not watch.nothing_departed()
+    assert not watch.nothing_mispredicted()
     verdicts = [watch.period_over(other(period), 400, repeated=False) for period in range(EAGER - 1)]
     assert verdicts == [LayoutDecision.RENEW] * len(verdicts)
 

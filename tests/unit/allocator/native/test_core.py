@@ -311,14 +311,14 @@ def test_what_was_demoted_is_not_needed_in_hbm() -> None:
     state = core.allocate(16 * MiB)
     core.state(False)
     weight, other = core.allocate(8 * MiB), core.allocate(4 * MiB)
-    core.lap()
-    assert core.lap() == 12 * MiB
+    core.take_peak()
+    assert core.take_peak() == 12 * MiB
     core.move(weight, DRAM)
-    core.lap()
-    assert (core.lap(), core.counts().demoted) == (4 * MiB, 24 * MiB)
+    core.take_peak()
+    assert (core.take_peak(), core.counts().demoted) == (4 * MiB, 24 * MiB)
     core.move(weight, HBM)
-    assert (core.lap(), core.counts().demoted) == (12 * MiB, 16 * MiB)
+    assert (core.take_peak(), core.counts().demoted) == (12 * MiB, 16 * MiB)
     for block in (state, weight, other):
         core.free(block)
-    core.lap()
-    assert (core.lap(), core.counts().demoted) == (0, 0)
+    core.take_peak()
+    assert (core.take_peak(), core.counts().demoted) == (0, 0)

@@ -120,8 +120,8 @@ import numpy as np
 core.allocate(16 * MiB, stream=7)
 core.set_layout(SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
 block = {given_back}
-core.free(block); core.lap()
-assert core.lap() == {needed} * MiB, core.lap()
+core.free(block); core.take_peak()
+assert core.take_peak() == {needed} * MiB, core.take_peak()
 library.record(0, 9).synchronize()
 """
     holds(built, program)

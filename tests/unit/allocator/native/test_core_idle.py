@@ -150,7 +150,7 @@ def test_what_a_forgotten_layout_had_mapped_serves_whatever_comes(core: Core) ->
     mapped = core.counts().maps
     blocks = [core.allocate(size) for size in (3 * MiB, 5 * MiB)]
     assert core.counts().maps == mapped
-    assert (core.counts().planned, core.counts().departed) == (0, 0)
+    assert (core.counts().planned, core.counts().mispredicted) == (0, 0)
     for block in blocks:
         core.free(block)
     core.trim_outside()  # of no layout

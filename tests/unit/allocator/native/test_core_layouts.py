@@ -141,7 +141,7 @@ def test_a_sequence_that_departs_is_served_where_it_fits_and_found_again(core: C
     core.allocate(4 * MiB)
     core.allocate(5 * MiB)
     counts = core.counts()
-    assert (counts.planned, counts.departed) == (3, 2)
+    assert (counts.planned, counts.mispredicted) == (3, 2)
 
 
 def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -> None:
@@ -153,7 +153,7 @@ def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -
     core.allocate(4 * MiB)
     core.allocate(512)  # has its place, which the new one was not given
     counts = core.counts()
-    assert (counts.departed, counts.planned, counts.misplaced) == (1, 4, 0)
+    assert (counts.mispredicted, counts.planned, counts.misplaced) == (1, 4, 0)
 
 
 def test_a_request_whose_size_varies_is_told_by_its_number(core: Core) -> None:
@@ -167,7 +167,7 @@ def test_a_request_whose_size_varies_is_told_by_its_number(core: Core) -> None:
     first, larger, *others = [core.allocate(size) for size in (512, 5 * MiB, 2 * MiB, 6 * MiB)]
     assert larger - first not in range(14 * MiB), "it is larger than its place"
     assert [other - first for other in others] == offsets[2:]
-    assert core.counts().departed == 1
+    assert core.counts().mispredicted == 1
 
 
 def test_a_period_whose_requests_are_larger_than_ever_may_have_the_region(core: Core) -> None:
@@ -207,7 +207,7 @@ def test_a_request_off_the_sequence_is_no_part_of_it(core: Core) -> None:
     assert [address - placed[0] for address in placed] == offsets
     assert (requests["bytes"].tolist(), events) == (sizes, 3)
     counts = core.counts()
-    assert (counts.planned, counts.departed, counts.misplaced) == (3, 0, 0)
+    assert (counts.planned, counts.mispredicted, counts.misplaced) == (3, 0, 0)
     assert counts.hbm - mapped <= PAGE  # the 512 bytes: all else lay where the layout has others to come
 
 
@@ -228,7 +228,7 @@ def test_what_was_mapped_off_the_sequence_is_unmapped_and_the_region_stays(core:
 
 
 def test_a_request_off_the_sequence_pushes_nothing_into_dram() -> None:
-    """Its region's pages would go on lying there, as nothing has departed from the layout."""
+    """Its region's pages would go on lying there, as nothing was mispredicted by the layout."""
     core = Core("memfd", hbm=16 * MiB, dram=16 * MiB)
     offsets = [0, 4 * MiB, 8 * MiB, 12 * MiB, 4 * MiB]
     set_layout(core, [4 * MiB] * 5, offsets)
@@ -273,17 +273,17 @@ def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) ->
         [0, 2 * MiB, 6 * MiB],
         [0, 2 * MiB, 6 * MiB],
     ]
-    assert (core.counts().departed, core.counts().hbm_peak) == (0, 12 * MiB)
+    assert (core.counts().mispredicted, core.counts().hbm_peak) == (0, 12 * MiB)
     core.allocate(9 * MiB)
-    assert (core.glance().departed, core.glance().dram) == (1, 0)
+    assert (core.glance().mispredicted, core.glance().dram) == (1, 0)
 
 
 def test_a_lap_has_a_peak_of_its_own(core: Core) -> None:
     core.free(core.allocate(6 * MiB))
     kept = core.allocate(2 * MiB)
-    assert [core.lap(), core.lap()] == [6 * MiB, 2 * MiB]
+    assert [core.take_peak(), core.take_peak()] == [6 * MiB, 2 * MiB]
     core.free(core.allocate(MiB))
-    assert core.lap() == 3 * MiB
+    assert core.take_peak() == 3 * MiB
     assert core.counts().allocated_peak == 6 * MiB
     core.free(kept)
 
@@ -291,12 +291,12 @@ def test_a_lap_has_a_peak_of_its_own(core: Core) -> None:
 @pytest.mark.parametrize("with_present", [True, False])
 def test_what_a_lap_begins_with_counts_if_it_is_asked_for(core: Core, *, with_present: bool) -> None:
     before = core.allocate(6 * MiB)
-    core.lap(with_present=with_present)
+    core.take_peak(with_present=with_present)
     core.free(before)
     kept = core.allocate(2 * MiB)
-    assert core.lap() == (6 if with_present else 2) * MiB
+    assert core.take_peak() == (6 if with_present else 2) * MiB
     core.free(kept)
-    assert core.lap() == 0
+    assert core.take_peak() == 0
 
 
 def test_a_sequence_that_was_not_predicted_may_have_the_region(core: Core) -> None:

@@ -195,7 +195,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
 @pytest.mark.parametrize("name", PYTORCH)
 def test_a_steady_period_departs_from_nothing_and_maps_nothing(name: str) -> None:
     _, (second, _), (third, _) = periods(name, 3)
-    assert (third.maps, third.unmaps, third.departed, third.misplaced) == (second.maps, second.unmaps, 0, 0)
+    assert (third.maps, third.unmaps, third.mispredicted, third.misplaced) == (second.maps, second.unmaps, 0, 0)
 
 
 @pytest.mark.parametrize("name", PYTORCH)

@@ -28,7 +28,7 @@ def test_every_name_that_cpp_calls_is_a_method_or_attribute_of_what_it_is_called
         "capturing": Compute,
         **dict.fromkeys(("drop", "note"), Saver),
         **dict.fromkeys(("inputs", "run", "makes"), Replay),
-        **dict.fromkeys(("resting", "bypassed", "bypass", "aside"), OnStack()),
+        **dict.fromkeys(("resting", "bypassed", "bypass", "paused"), OnStack()),
         "period_due": Optimizers(),
     }
     header = Path(native.__file__).with_name("slots.h").read_text()

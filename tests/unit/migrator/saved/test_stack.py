@@ -103,11 +103,11 @@ def test_bypassed_hooks_are_off_until_they_are_not_which_is_not_where_hooks_are_
 
 
 def test_hooks_that_step_aside_are_off_until_they_step_back(hooks: Counting) -> None:
-    assert hooks.step_aside()
+    assert hooks.pause()
     assert not hooks.sees()
-    assert not hooks.step_aside(), "a backward within a backward"
-    hooks.step_back()
-    hooks.step_back()
+    assert not hooks.pause(), "a backward within a backward"
+    hooks.unpause()
+    hooks.unpause()
     assert hooks.sees()
     assert hooks.take_off()
     assert not hooks.sees(), "they are on the stack once"
@@ -115,17 +115,17 @@ def test_hooks_that_step_aside_are_off_until_they_step_back(hooks: Counting) -> 
 
 def test_hooks_that_are_switched_off_while_they_are_aside_do_not_step_back(hooks: Counting) -> None:
     """As a session that is closed in backward, or hooks that rest after a step in it."""
-    hooks.step_aside()
+    hooks.pause()
     assert hooks.rest()
-    hooks.step_back()
+    hooks.unpause()
     assert not hooks.sees()
 
 
 def test_hooks_below_somebody_else_s_do_not_step_aside(hooks: Counting) -> None:
     others = Counting()
     others.push()
-    assert not hooks.step_aside()
-    hooks.step_back()
+    assert not hooks.pause()
+    hooks.unpause()
     assert others.sees()
     others.take_off()
     assert hooks.sees()
@@ -133,10 +133,10 @@ def test_hooks_below_somebody_else_s_do_not_step_aside(hooks: Counting) -> None:
 
 def test_hooks_that_an_interrupt_left_aside_come_back_once(hooks: Counting) -> None:
     """Ctrl-C in a notebook may come between any two lines of ours."""
-    hooks.step_aside()
-    hooks.come_back()
-    assert hooks.sees() and not hooks.aside
-    hooks.aside = True  # they were put back, and that is not yet noted
-    hooks.come_back()
+    hooks.pause()
+    hooks.unpause_after_interrupt()
+    assert hooks.sees() and not hooks.paused
+    hooks.paused = True  # they were put back, and that is not yet noted
+    hooks.unpause_after_interrupt()
     assert hooks.take_off()
     assert not hooks.sees()
