@@ -76,14 +76,17 @@ def say_if_untested() -> None:
 
 def _more(run: Path | None, *, written: bool) -> str:
     if written:
-        return f"more of it: tiers report {run}; other budgets: tiers suggest {run}"
-    return "more of it: run with TIERS_RUN=DIR, then tiers report DIR and tiers suggest DIR"
+        return f"details: tiers report {run}; other budgets: tiers suggest {run}"
+    return "details: run with TIERS_RUN=DIR, then tiers report DIR and tiers suggest DIR"
 
 
 def _inferred(stats: Mapping[str, Any]) -> str:
-    text = "nothing trained, so nothing was planned and there is no report: what moves is what backward needs"
+    text = (
+        "no training step was made, so nothing was planned and there is no report: only what is saved for backward "
+        "is offloaded"
+    )
     if stats["allocator"] != "pages":
-        return f"{text}; weights are kept within TIERS_HBM by TIERS_ALLOCATOR=pages alone"
+        return f"{text}; only TIERS_ALLOCATOR=pages keeps weights within TIERS_HBM"
     lay = f": {format_size(stats['demoted'])} lay in dram at the end" if stats["demoted"] else ""
     return f"{text}; weights that exceed TIERS_HBM are streamed{lay}"
 

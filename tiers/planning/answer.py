@@ -126,15 +126,15 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 def in_short(answer: Answer) -> str:
     """The answer in one line."""
-    needed = "" if answer.needs is None else f"needs {format_at_least(answer.needs)} of hbm as predicted, "
+    needed = "" if answer.needs is None else f"needs {format_at_least(answer.needs)} of hbm as predicted; "
     budget, peak = format_size(answer.budget), format_size(answer.ran_in)
-    ran = f"ran in {peak} of {budget}" if answer.share is None else f"ran in {budget} after steps in {peak}"
-    text = f"{needed}{ran}"
+    ran = f"its peak was {peak}, its budget {budget}" + ("" if answer.share is None else " from the first plan on")
+    text = f"the program {needed}{ran}" if needed else ran
     times = answer.times_as_long
     if times is None:
         return f"{text}; what the budget costs cannot be told"
     good = "" if answer.of_predicted is None else f" ({_told(answer)})"
-    return f"{text}, and took {times:.2f} times as long as is predicted with all of that memory{good}"
+    return f"{text}; an iteration took {times:.2f} times as long as is predicted with all of that memory{good}"
 
 
 def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
@@ -165,14 +165,14 @@ def _time(answer: Answer) -> Iterator[str]:
     if times is None or not answer.ideal:
         yield (
             f"what the budget costs cannot be told: {format_size(answer.state_in_dram)} of optimizer state lay in "
-            "dram, and no step was seen without that; tiers bench measures it"
+            "dram in every step that was recorded; tiers bench measures it"
         )
     elif measured is None or predicted > LATE * measured:
         yield f"an iteration is predicted to take {times:.2f} times as long as with all of that memory"
     elif measured > LATE * predicted:
         yield (
             f"an iteration takes {times:.2f} times as long as is predicted with all of that memory; the plan explains "
-            f"{predicted / answer.ideal:.2f} times, and what holds up the rest is told further on"
+            f"{predicted / answer.ideal:.2f} times, and the lines below say what else slows it down"
         )
     else:
         yield f"an iteration takes {times:.2f} times as long as is predicted with all of that memory"

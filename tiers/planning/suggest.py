@@ -130,7 +130,7 @@ def render(
             row += ["does not fit", "", "", ""]
         table.add_row(*row)
     yield table
-    yield "speeds are predicted, as fractions of the ideal; a run leaves a part of TIERS_HBM free"
+    yield "speeds are predicted; 1.000 is that with all of this memory; a run leaves a part of TIERS_HBM free"
     if state:
         yield (
             f"in the run {format_size(state)} of that, of optimizer state, lay in dram: what less hbm costs such a "

@@ -173,8 +173,8 @@ def _hints(
     others, budget, state = max(trace.others, default=0), stats["budget"]["hbm"], stats.get("state_in_dram", 0)
     if state:
         yield (
-            f"the optimizer's step reads and writes {format_size(state)} of its state over the link, which is in all "
-            "of these times: more hbm helps"
+            f"the optimizer's step reads and writes {format_size(state)} of its state over the link, and all times "
+            "here include that: more hbm helps"
         )
     if budget and others > CROWDED * budget:
         yield (
@@ -188,13 +188,13 @@ def _hints(
         yield "most of the difference is waiting for weights that lie in dram: more hbm helps, or a larger batch"
     if measured is not None and measured > LATE * predicted:
         yield (
-            f"an iteration takes {measured / predicted:.2f} times what was predicted: too few steps to settle, "
-            "a host that is slower than the device, or others on its cores or the memory bus (tiers top)"
+            f"an iteration takes {measured / predicted:.2f} times what was predicted: there were too few steps "
+            "to settle, the host is slower than the device, or others use its cores or the memory bus (tiers top)"
         )
     elif measured is not None and measured * LATE < predicted:
         yield (
-            f"an iteration takes {measured / predicted:.2f} times what was predicted, and so may the ideal: the "
-            "host was late in the first iterations, which were recorded"
+            f"an iteration takes {measured / predicted:.2f} times what was predicted, as the host was slow while "
+            "iterations were recorded: the ideal may be too long by as much"
         )
     if result.fraction >= CLOSE:
         return

@@ -116,7 +116,7 @@ def test_at_its_end_it_says_what_the_program_needed_and_lost(tmp_path: Path, cap
     assert any(text.startswith("at work: allocator ") for text in said)
     needs = next(number for number, text in enumerate(said) if text.startswith("with everything kept "))
     assert said[needs + 1].startswith("an iteration ")  # after it there may be hints
-    assert said[-1] == f"more of it: tiers report {run}; other budgets: tiers suggest {run}"
+    assert said[-1] == f"details: tiers report {run}; other budgets: tiers suggest {run}"
 
 
 def test_a_session_in_which_nothing_trained_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:

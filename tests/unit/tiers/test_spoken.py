@@ -53,15 +53,15 @@ def run(program: str, cwd: Path, *, terminal: bool, **environ: str) -> list[str]
 def test_on_a_terminal_a_run_says_a_line_as_it_begins_and_one_as_it_ends(tmp_path: Path) -> None:
     first, last = run(TRAINS, tmp_path, terminal=True)
     assert first == "tiers: at work: allocator torch, policy auto, hbm 64.0 MiB"
-    assert last.startswith("tiers: needs ")
-    assert "ran in " in last
-    assert last.endswith("more of it: run with TIERS_RUN=DIR, then tiers report DIR and tiers suggest DIR")
+    assert last.startswith("tiers: the program needs ")
+    assert "its peak was " in last
+    assert last.endswith("details: run with TIERS_RUN=DIR, then tiers report DIR and tiers suggest DIR")
 
 
 def test_with_a_run_directory_the_last_line_names_what_to_type_next(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     last = run(TRAINS, tmp_path, terminal=True, TIERS_RUN=str(directory))[-1]
-    assert last.endswith(f"more of it: tiers report {directory}; other budgets: tiers suggest {directory}")
+    assert last.endswith(f"details: tiers report {directory}; other budgets: tiers suggest {directory}")
 
 
 @pytest.mark.parametrize("program", [TRAINS, INFERS, NEITHER])
@@ -79,13 +79,13 @@ def test_info_tells_the_answer_in_ten_lines_at_most_and_what_to_type_next(tmp_pa
     said = run(TRAINS, tmp_path, terminal=False, TIERS_LOG="info")
     begins = next(number for number, line in enumerate(said) if "with everything kept" in line)
     assert len(said) - begins <= 10
-    assert said[-1].startswith("tiers: more of it: ")
+    assert said[-1].startswith("tiers: details: ")
 
 
 @pytest.mark.parametrize(("terminal", "log"), [(True, "warning"), (False, "info")])
 def test_a_program_that_only_infers_is_told_what_happens_to_it(tmp_path: Path, terminal: bool, log: str) -> None:
     (said,) = run(INFERS, tmp_path, terminal=terminal, TIERS_LOG=log)
-    assert said.startswith("tiers: nothing trained, so nothing was planned and there is no report")
+    assert said.startswith("tiers: no training step was made, so nothing was planned and there is no report")
 
 
 def test_who_asked_for_a_report_of_a_program_that_only_infers_is_told_that_there_is_none(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
     [
         (6 * GiB, "move", None, "waiting for d2h"),
         (40 * GiB, "keep", 1.0, "times what was predicted"),
-        (40 * GiB, "keep", 1e-3, "the host was late in the first iterations"),
+        (40 * GiB, "keep", 1e-3, "the host was slow while iterations were recorded"),
     ],
 )
 def test_it_says_what_would_help(budget: int, policy: str, seconds: float | None, hint: str) -> None:
