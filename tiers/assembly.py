@@ -299,13 +299,13 @@ class Session:
         """What happened so far. Bytes are integers, times are seconds, peaks are this rank's."""
         numbers = self.runtime.numbers()
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
-        demoted = numbers.pop("streamed_weights")  # where no allocator knows of them
         pages = paging.installed()
         state = 0 if pages is None else pages.state_in_dram
+        demoted = state + numbers.pop("streamed_weights")
         paged = [core.counts() for _, core in pages.cores()] if pages is not None else []
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
-            demoted = max(state, sum(counts.demoted for counts in paged))  # by now the program may have freed it
+            demoted = max(demoted, sum(counts.demoted for counts in paged))  # which the program may have freed by now
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": numbers.pop("device"),

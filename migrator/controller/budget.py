@@ -4,7 +4,8 @@
   ceiling: a budget that was found too large. If no peak is predicted, because the rest of HBM was not measured, the
   room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at
   most.
-- The first iteration under a plan tells nothing of it: what the one before left is still in HBM.
+- The peak of the first iteration under a plan tells nothing where one was predicted: what the iteration before left is
+  still in HBM.
 - An allocator that flushed its cache had too little room, whatever the peak: fragments are not in it. So had one that
   tells of bytes for which HBM had no room, period after period; that reduces the budget as long as it helps, and a few
   times at most. Of a period with several iterations the first that ends tells.
@@ -20,7 +21,7 @@ SURE = 8  # of the last iterations under the plans there are: so many make sure 
 PRESSED = 0.03  # of the target: by so much the budget is cut when the allocator flushed its cache
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
-TELLING = 2  # iterations under new plans that tell what is left free: where lengths alternate, one may be short
+TELLING = 2  # peaks under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, and as many for overflow, after which these are not the plan's
 LAID_OUT = 2  # periods under new plans until memory is laid out for them
 SPILLS = 2  # periods in a row, after those, for which HBM had no room: lengths may alternate
@@ -41,6 +42,7 @@ class Budget:
     def __init__(self, target: int) -> None:
         self.target = target
         self.free = 0  # bytes of the target that plans leave free in any case
+        self.sizes_vary = False  # then none is given what a smaller iteration left free: the plan is for the largest
         self.correction = 0  # in bytes
         # Not `PlansInForce.iterations`: this begins anew when memory is asked for in another order, too, and what ends
         # while plans are made, or is refused, is not looked at.
@@ -51,7 +53,8 @@ class Budget:
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
         self._overflow: int | None = None  # when the budget was last cut for it
-        self._highest = 0  # of the peaks under the present plans
+        self._begins = False  # whether the next iteration is the first under new plans
+        self._highest, self._peaks = 0, 0  # of the peaks under the present plans that tell of these, and their number
         self._flushes: list[bool] = []  # for the last `SURE` of these iterations, whether the allocator flushed
         self._spills = 0  # periods in a row for which HBM had no room, of those whose memory was laid out
         self._fits = 0  # the same for which it had room
@@ -73,16 +76,18 @@ class Budget:
 
     def adopted(self) -> None:
         """Take note that the plans changed, and with them what the allocator caches."""
-        self._highest = 0
+        self._begins = True
+        self._highest = self._peaks = self._periods = self._spills = self._fits = 0
         self.rearranged()
 
     def stayed(self) -> None:
         """Take note that the plans stay after a correction; later iterations will tell whether it was right."""
-        self.looked_at = self._periods = self._highest = 0
+        self.looked_at = self._highest = self._peaks = self._spills = 0
 
     def rearranged(self) -> None:
         """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
-        self.looked_at = self._periods = self._spills = 0
+        self.looked_at = 0
+        self._periods = min(self._periods, LAID_OUT - 1)  # one more, until memory is laid out again
         self.forget_flushes()
 
     def forget_flushes(self) -> None:
@@ -108,12 +113,11 @@ class Budget:
         may_grow : bool
             Whether the plan would use a larger budget.
         """
-        peak, pressed, overflow = outcome.peak, outcome.pressed, outcome.overflow or 0
+        pressed, overflow = outcome.pressed, outcome.overflow
         self.looked_at += 1
-        if self.looked_at == 1 and predicted is not None:
-            peak = min(peak, self.target)
-        else:
-            self._highest = max(self._highest, peak)
+        tells, self._begins = predicted is None or not self._begins, False
+        if tells:
+            self._highest, self._peaks = max(self._highest, outcome.peak), self._peaks + 1
         if self.looked_at > SETTLING:
             self._flushes = [*self._flushes[1 - SURE :], pressed]
         if predicted is not None:
@@ -124,21 +128,12 @@ class Budget:
                 self._cuts += 1
             elif not any(self._flushes) and self.looked_at >= SURE:
                 self._cuts = 0
-        slack = -int(PRESSED * self.target) if pressed else self.target - peak
-        if outcome.overflow is not None:
-            self._periods += 1
-            laid_out = self._periods > LAID_OUT  # before that, less overflows than will
-            self._spills = self._spills + 1 if overflow and laid_out else 0
-            self._fits = self._fits + 1 if not overflow and laid_out else 0
-        if self._fits >= SURE:
-            self._overflow = None
-        # What did not become less when the budget did is not the plan's; nor is what always comes back.
-        may_help = self._overflow is None or overflow < self._overflow
-        if self._spills >= SPILLS and may_help and self._overflow_cuts < CUTS:
+        slack = -int(PRESSED * self.target) if pressed else self.target - outcome.peak if tells else 0
+        if outcome.ends_period and self._spills_again(overflow):
             self._overflow = overflow
             self._overflow_cuts += 1
             slack = min(slack, -overflow - int(SETTLED * self.target) - 1)
-        if slack >= -SETTLED * self.target:
+        if tells and slack >= -SETTLED * self.target:
             self._good = self.correction
         if abs(slack) <= SETTLED * self.target:
             return False
@@ -152,8 +147,19 @@ class Budget:
         elif may_grow and (gain := slack if predicted is None else min(self.target, predicted) - self._highest) > 0:
             most = self.target - base if predicted is None else self.target // 2
             # What one short iteration leaves free, the next one may need.
-            due = self.looked_at >= TELLING and self._growths < GROWTHS
+            due = self._peaks >= TELLING and self._growths < GROWTHS and not self.sizes_vary
             if predicted is None or (due and gain > WORTH * self.target):
                 self._growths += 1
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
+
+    def _spills_again(self, overflow: int) -> bool:
+        """Count a period for which HBM lacked `overflow` bytes; return whether a smaller budget may help."""
+        self._periods += 1
+        if self._periods > LAID_OUT:  # before that, less overflows than will
+            self._spills, self._fits = (self._spills + 1, 0) if overflow else (0, self._fits + 1)
+        if self._fits >= SURE:
+            self._overflow = None
+        # What did not become less when the budget did is not the plan's; nor is what always comes back.
+        may_help = self._overflow is None or overflow < self._overflow
+        return self._spills >= SPILLS and may_help and self._overflow_cuts < CUTS

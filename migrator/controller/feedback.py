@@ -156,8 +156,7 @@ class Feedback:
             return False
         predictions = [each.predicted for each in planned if each.predicted is not None]
         # Of several kinds of iterations nobody says which one this was: what a short one left free, a long one needs.
-        # So it is where sizes vary: the plan is for the largest that was recorded.
-        one_kind_or_unpredicted = (len(planned) == 1 and not outcome.resized) or not predictions
+        one_kind_or_unpredicted = len(planned) == 1 or not predictions
         changed = self.budget.peak(
             outcome,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),
@@ -170,7 +169,7 @@ class Feedback:
         (only,), (predicted,) = planned, predictions
         believed = host is None or not self._awaits_host(predicted)
         changed |= host is not None and self.host(host, only.plan, predicted)
-        disturbed = outcome.pressed or bool(outcome.overflow) or outcome.resized
+        disturbed = outcome.pressed or outcome.overflow > 0 or outcome.resized
         return self.iteration(time, predicted, believed=believed, disturbed=disturbed) or changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:

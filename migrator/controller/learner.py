@@ -184,8 +184,8 @@ class Learner:
         if changed or outcome.refused or asked or self._recordings.learning or not planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         base = max(map(self._feedback.budget.before_correction, self.traces))
-        measured = None if outcome.mispredicted else time
-        seen = replace(outcome, iteration_time=measured, resized=outcome.resized or self.varies)
+        seen = replace(outcome, iteration_time=None if outcome.mispredicted else time)
+        self._feedback.budget.sizes_vary = self.varies
         if self._feedback.iteration_over(planned, base, seen):
             log.info("iteration %d, corrections changed: %s", self._iterations, self._feedback)
             return self._plan(may_stay=True)

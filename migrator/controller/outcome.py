@@ -44,12 +44,13 @@ class IterationOutcome:
     mispredicted : bool
         Whether considerably more was saved, or was not, than any plan expects.
     resized : bool
-        Whether what was saved as planned was considerably larger or smaller than that, or may have been.
+        Whether what was saved as planned was considerably larger or smaller than that.
     pressed : bool
         Whether the allocator had to flush its cache to stay within the budget.
-    overflow : int or None
-        Bytes for which HBM had no room in the allocator's last period, and which it had to put elsewhere; None if
-        an iteration before this one has told of that period.
+    overflow : int
+        Bytes for which HBM had no room in the allocator's last period, and which it had to put elsewhere.
+    ends_period : bool
+        Whether no iteration before this one has told of that period.
     refused : bool
         Whether a tier had no room for what the plan offloads, so that it stayed in HBM. Then memory and time say
         nothing about the plan.
@@ -67,7 +68,8 @@ class IterationOutcome:
     mispredicted: bool = False
     resized: bool = False
     pressed: bool = False
-    overflow: int | None = 0
+    overflow: int = 0
+    ends_period: bool = True
     refused: bool = False
     iteration_time: IterationTime | None = None
     host: HostTime | None = None

@@ -43,5 +43,6 @@ def _fraction(session: Session, stats: Mapping[str, Any]) -> float | None:
     step = step_seconds(stats)
     measured = step and step * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     peak, budget = stats["peak"]["hbm"], stats["budget"]["hbm"]
-    answer = Answer(None, peak, budget, prediction.ideal, prediction.seconds, measured, varies=False)
+    ideal = None if stats["state_in_dram"] else prediction.ideal
+    answer = Answer(None, peak, budget, ideal, prediction.seconds, measured, varies=False)
     return 1 / answer.times_as_long if answer.times_as_long else None

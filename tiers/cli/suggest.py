@@ -45,8 +45,8 @@ class SuggestVerb:
             )
         stats = _stats(found)
         allocator = stats.get("allocator", "pages")
-        state = stats.get("state_in_dram", 0)  # of which the trace knows nothing
-        needed = needs(trace, links) + state
+        state = stats.get("state_in_dram", 0)
+        needed = needs(trace, links) + (stats["demoted"] if state else 0)  # of which the trace knows nothing
         free = FRAGMENTS if allocator == "torch" else LAYOUTS
         made = offers(trace, needed, links, args.policy, free=free, below=below, state=state)
         if args.json:
@@ -56,6 +56,7 @@ class SuggestVerb:
         return FAILED if best(made) is None else 0
 
 
-def _stats(directory: Path) -> dict[str, Any]:
-    """The numbers of the run that left the trace; empty where there are none."""
-    return read_json(directory / STATS, stats_from_json) if (directory / STATS).is_file() else {}
+def _stats(trace: Path) -> dict[str, Any]:
+    """The numbers of the run that left the trace, a directory or a file in one; empty where there are none."""
+    file = (trace if trace.is_dir() else trace.parent) / STATS
+    return read_json(file, stats_from_json) if file.is_file() else {}

@@ -113,6 +113,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
     return {
         "needs": answer.needs,
         "demoted": answer.demoted,
+        "state_in_dram": answer.state_in_dram,
         "ran_in": answer.ran_in,
         "budget": answer.budget,
         "budget_share": answer.share,
@@ -132,7 +133,10 @@ def in_short(answer: Answer) -> str:
     text = f"the program {needed}{ran}" if needed else ran
     times = answer.times_as_long
     if times is None:
-        return f"{text}; what the budget costs cannot be told"
+        of_state = (
+            f": {format_size(answer.state_in_dram)} of optimizer state lay in dram" if answer.state_in_dram else ""
+        )
+        return f"{text}; what the budget costs cannot be told{of_state}"
     good = "" if answer.of_predicted is None else f" ({_told(answer)})"
     return f"{text}; an iteration took {times:.2f} times as long as is predicted with all of that memory{good}"
 
@@ -164,7 +168,7 @@ def _time(answer: Answer) -> Iterator[str]:
         return
     if times is None or not answer.ideal:
         yield (
-            f"what the budget costs cannot be told: {format_size(answer.state_in_dram)} of optimizer state lay in "
+            f"what the budget costs cannot be told, as {format_size(answer.state_in_dram)} of optimizer state lay in "
             "dram in every step that was recorded; tiers bench measures it"
         )
     elif measured is None or predicted > LATE * measured:

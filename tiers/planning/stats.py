@@ -38,8 +38,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
     _check_settled(stats, {"moved": lanes.keys(), "stalled_s": causes.keys()})
     if stats.get("budget_share") is not None:  # of which earlier versions did not tell
         text(stats["budget_share"], "budget_share")
-    for name in ("flushes", "demoted", "state_in_dram"):
-        if stats.get(name) is not None:
+    for name in ("flushes", "demoted", "state_in_dram"):  # of which earlier versions did not tell
+        if name in stats:
             _count(stats[name], name)
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell
         _check_host_memory(record(stats["host_memory"], "host_memory"))

@@ -134,12 +134,13 @@ def render(
     if state:
         yield (
             f"in the run {format_size(state)} of that, of optimizer state, lay in dram: what less hbm costs such a "
-            "program is not predicted, and tiers bench measures it"
+            "program is not predicted, tiers bench measures it; suggested is room for all of it"
         )
     if made and made[-1].why_not is not None:
         yield f"{format_size(made[-1].budget)} is too small: {made[-1].why_not}"
     if suggested is None:
         yield "none of these budgets is enough: make the batch smaller"
         return
-    yield f"suggested: the smallest of these with at least {FAST:.0%} of the best speed"
+    if not state:
+        yield f"suggested: the smallest of these with at least {FAST:.0%} of the best speed"
     yield f"TIERS_ALLOCATOR={allocator} TIERS_HBM={suggested.budget // MiB}MiB python YOUR_PROGRAM"

@@ -65,6 +65,8 @@ class Why:
         What would help, where something would.
     varies : bool
         Sizes change from step to step: nothing is predicted of what one takes.
+    state : int
+        Bytes of optimizer state that lay in DRAM, in the iteration with everything kept, too: that is no ideal.
     """
 
     actions: tuple[Action, ...]
@@ -74,6 +76,7 @@ class Why:
     fullest: str
     hints: tuple[str, ...]
     varies: bool = False
+    state: int = 0
 
     @property
     def predicted(self) -> float:
@@ -89,7 +92,8 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     actions = tuple(_actions(trace, plan))
     streaming = by_iteration(stats)[1]["weights"] if "weights" in stats.get("stalls", {}) else 0.0
     hints = tuple(_hints(trace, plan, result, streaming, measured, stats))
-    return Why(actions, result, streaming, measured, where_fullest(trace, result.hbm), hints, trace.varies)
+    fullest, state = where_fullest(trace, result.hbm), stats.get("state_in_dram", 0)
+    return Why(actions, result, streaming, measured, fullest, hints, trace.varies, state)
 
 
 def to_json(why: Why) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def to_json(why: Why) -> dict[str, Any]:
     return {
         "actions": [{"what": d.what, "sites": d.sites, "bytes": d.nbytes, "seconds": d.seconds} for d in why.actions],
         "sizes_change": why.varies,
-        "ideal_s": None if why.varies else result.ideal,
+        "ideal_s": None if why.varies or why.state else result.ideal,
         "recomputing_s": None if why.varies else result.recomputing,
         "stalls_s": None if why.varies else dict(result.stalls),
         "beside_lanes_s": None if why.varies else result.slowed,
@@ -127,9 +131,10 @@ def render(why: Why) -> Iterator[RenderableType]:
             "and what a step takes is not predicted"
         )
     elif result.ideal:
-        table = Table("part", "time", "ideal = 100%", title="an iteration, as it was predicted", title_justify="left")
+        kept, whole = ("everything kept", "kept = 100%") if why.state else ("everything kept (ideal)", "ideal = 100%")
+        table = Table("part", "time", whole, title="an iteration, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
-        parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
+        parts = {kept: result.ideal, "recomputing": result.recomputing, **stalls}
         late = waiting_for_host(result)
         parts |= {"slower beside busy lanes": result.slowed, "waiting for the host": late}
         parts |= {"waiting for weights (measured)": why.streaming, "predicted": why.predicted}

@@ -10,7 +10,7 @@ from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.suggest import FAST, Offer, best
 
 
-def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | None) -> Section:
+def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | None, state: int = 0) -> Section:
     """Return the section for what several budgets come to.
 
     Parameters
@@ -21,6 +21,8 @@ def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | Non
         The budget of the run in bytes.
     times_as_long : float or None
         How many times as long an iteration took in it as with all the HBM that it needs.
+    state : int
+        Bytes of optimizer state that lay in DRAM: what less HBM costs is not predicted then.
     """
     name, title = "budgets", "Speed over budget"
     if isinstance(made, str):
@@ -67,7 +69,12 @@ def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | Non
     axes.set(xlabel=f"TIERS_HBM in {unit_name}", ylabel="fraction of the ideal speed", ylim=(0, 1.08))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
-    if suggested is not None:
+    if state:
+        said.append(
+            f"{format_size(state)} of optimizer state lay in dram: what less hbm costs such a program is not "
+            "predicted, and tiers bench measures it."
+        )
+    elif suggested is not None:
         said.append(
             f"Suggested: {format_size(suggested.budget)}, the smallest of these with at least {FAST:.0%} of the best "
             "speed."

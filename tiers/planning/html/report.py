@@ -39,7 +39,12 @@ def sections(stats: Mapping[str, Any], history: History | str, plan: Planned | N
         lanes(plan),
         prediction(plan, stats),
         steps(history),
-        budgets(_offers(plan, stats), budget, None if plan is None else plan.answer.times_as_long),
+        budgets(
+            _offers(plan, stats),
+            budget,
+            None if plan is None else plan.answer.times_as_long,
+            stats.get("state_in_dram", 0),
+        ),
     ]
 
 
@@ -56,5 +61,6 @@ def _offers(of: Planned | None, stats: Mapping[str, Any]) -> list[Offer] | str:
     free = FRAGMENTS if stats["allocator"] == "torch" else LAYOUTS
     dram = stats["budget"].get("dram")
     below = None if dram is None else dram + (stats["budget"]["nvme"] or 0)
-    state = stats.get("state_in_dram", 0)  # of which the trace knows nothing
-    return offers(trace, needs(trace, links) + state, links, policy, free=free, below=below, state=state)
+    state = stats.get("state_in_dram", 0)
+    needed = needs(trace, links) + (stats["demoted"] if state else 0)  # of which the trace knows nothing
+    return offers(trace, needed, links, policy, free=free, below=below, state=state)

@@ -100,6 +100,14 @@ def test_what_state_lay_in_dram_is_known_after_the_program_has_freed_it(pages: O
     assert pages.state_in_dram == NBYTES
 
 
+def test_periods_are_counted_as_what_did_not_fit_is_told_once_for_each(pages: OnOneCore, core: Core) -> None:
+    pages.begin()
+    for number in range(3):
+        assert pages.periods == number
+        step(core, 24 * MiB, 8 * MiB)
+        pages.period_over()
+
+
 def test_state_that_came_back_in_vain_waits_longer_each_time(pages: OnOneCore, core: Core) -> None:
     """A program that empties its cache in each step has spare room whenever it is looked at."""
     pages.state(True)

@@ -23,9 +23,11 @@ from torch_tiers.migrator.controller.outcome import IterationOutcome
 TARGET = 1000 * MiB
 
 
-def changes(budget: Budget, peak: int = TARGET, *, pressed: bool = False, overflow: int | None = 0) -> bool:
+def changes(
+    budget: Budget, peak: int = TARGET, *, pressed: bool = False, overflow: int = 0, ends_period: bool = True
+) -> bool:
     """An iteration under a plan that was predicted to come to the target."""
-    outcome = IterationOutcome(None, peak, pressed=pressed, overflow=overflow)
+    outcome = IterationOutcome(None, peak, pressed=pressed, overflow=overflow, ends_period=ends_period)
     return budget.peak(outcome, TARGET, TARGET, may_grow=True)
 
 
@@ -57,14 +59,41 @@ def test_what_did_not_fit_before_memory_was_laid_out_or_once_in_a_while_takes_no
         assert not changes(budget, overflow=overflow)
 
 
-@pytest.mark.parametrize("iterations", [2, 4])
+def period(budget: Budget, overflow: int, iterations: int, *, stays: bool = False) -> list[bool]:
+    """The iterations of a period for which HBM lacked so much; which changed the budget, and so the plan, or not."""
+    changed = []
+    for number in range(iterations):
+        changed.append(changes(budget, overflow=overflow, ends_period=number == 0))
+        if changed[-1]:
+            (budget.stayed if stays else budget.adopted)()
+    return changed
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4])
 def test_a_period_that_did_not_fit_counts_once_however_many_iterations_it_has(iterations: int) -> None:
     """Where gradients were those of two batches, one step that logged its loss took a tenth of the budget, for good."""
-    budget, rest = Budget(TARGET), [None] * (iterations - 1)
-    for overflow in (0, 0, 9 * MiB, 0, 9 * MiB, 0):
-        assert not any(changes(budget, overflow=each) for each in [overflow, *rest])
-    assert not any(changes(budget, overflow=each) for each in [9 * MiB, *rest])
-    assert changes(budget, overflow=9 * MiB), "but two in a row do"
+    budget = Budget(TARGET)
+    for overflow in (0, 0, 9 * MiB, 0, 9 * MiB, 0, 9 * MiB):
+        assert not any(period(budget, overflow, iterations))
+    assert any(period(budget, 9 * MiB, iterations)), "but two in a row do"
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["another plan", "the same plan"])
+@pytest.mark.parametrize("iterations", [1, 2, 8])
+def test_a_cut_that_has_not_helped_is_not_repeated_within_a_period_either(iterations: int, *, stays: bool) -> None:
+    budget = Budget(TARGET)
+    changed = [change for _ in range(12) for change in period(budget, 4 * MiB, iterations, stays=stays)]
+    assert sum(changed) == 1
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4, 8])
+def test_what_never_fits_is_cut_though_the_order_of_requests_changes_now_and_then(iterations: int) -> None:
+    budget, changed = Budget(TARGET), False
+    for number in range(100):
+        if number % 10 == 0:
+            budget.rearranged()
+        changed |= changes(budget, overflow=9 * MiB, ends_period=number % iterations == 0)
+    assert changed
 
 
 def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
@@ -114,7 +143,8 @@ def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
     budget = Budget(TARGET)
     assert [changes(budget, TARGET * 85 // 100) for _ in range(TELLING)][-1]
     assert budget.correction > 0
-    assert changes(budget, TARGET * 115 // 100)
+    budget.adopted()
+    assert [changes(budget, TARGET * 115 // 100) for _ in range(2)] == [False, True]
     assert budget.correction == 0
     assert not any(changes(budget, TARGET * 85 // 100) for _ in range(2 * SETTLING))
 
@@ -125,7 +155,7 @@ def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_the
     corrections = []
     for _ in range(2 * GROWTHS):
         budget.adopted()
-        for _ in range(TELLING):
+        for _ in range(1 + TELLING):
             changes(budget, TARGET * 85 // 100)
         corrections.append(budget.correction)
     grown = [0, *corrections[:GROWTHS]]
@@ -135,9 +165,11 @@ def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_the
 
 def test_the_budget_does_not_grow_by_what_a_short_iteration_leaves_free() -> None:
     """Lengths alternate, and the plan for long iterations serves short ones, too."""
-    budget = Budget(TARGET)
     peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
-    assert not any(changes(budget, peak) for peak in peaks)
+    for begins in (0, 1):
+        budget = Budget(TARGET)
+        budget.adopted()
+        assert not any(changes(budget, peak) for peak in peaks[begins:])
 
 
 def test_a_flush_while_groups_come_back_in_another_order_is_none_of_the_plan_s() -> None:

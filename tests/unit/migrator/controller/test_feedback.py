@@ -81,8 +81,7 @@ def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
 def test_what_is_corrected_is_told_with_its_numbers() -> None:
     feedback, (predicted, late) = Feedback(TARGET, PCIE_GEN5), all_moves()
     feedback.stalls(late, predicted)
-    for _ in range(2):
-        feedback.budget.peak(IterationOutcome(None, TARGET + 64 * MiB), TARGET, TARGET, may_grow=True)
+    feedback.budget.peak(IterationOutcome(None, TARGET + 64 * MiB), TARGET, TARGET, may_grow=True)
     assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of its bandwidth"
 
 

@@ -154,10 +154,10 @@ def test_of_a_period_that_did_not_fit_the_first_of_its_iterations_tells(
 ) -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told: list[int | None] = []
+    told: list[tuple[int, bool]] = []
 
     def iteration_over(self: Learner, outcome: IterationOutcome) -> bool:
-        told.append(outcome.overflow)
+        told.append((outcome.overflow, outcome.ends_period))
         return False
 
     monkeypatch.setattr(Learner, "iteration_over", iteration_over)
@@ -167,7 +167,7 @@ def test_of_a_period_that_did_not_fit_the_first_of_its_iterations_tells(
             for _ in range(3):
                 model(torch.randn(64, 128)).square().mean().backward()
             optimizer.step()
-    assert told == [MiB, None, None] * 4
+    assert told == [(MiB, True), (MiB, False), (MiB, False)] * 4
 
 
 def test_a_program_that_does_not_fit_whatever_is_done_is_looked_at_all_the_time(pages: Pages) -> None:
