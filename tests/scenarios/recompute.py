@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tests.scenarios import REMADE, assert_same, batch, bits, deterministic_kernels, gradients, main, moving, train
+from tests.scenarios import (
+    REMADE,
+    assert_same,
+    batch,
+    bits,
+    deterministic_kernels,
+    gradients,
+    main,
+    moving,
+    new_objects,
+    train,
+)
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.assembly import Session
 from torch_tiers.migrator.recompute.replays import operators_of
@@ -328,14 +339,14 @@ def recomputes_shapes_that_come_again(device: torch.device) -> None:
         for size in 5 * sizes:
             images = torch.randn(4, 16, *size, generator=generator).to(device)
             loss = model(images.contiguous(memory_format=torch.channels_last)).square().mean()
-            dropped.append(sum(type(each) is Dropped for each in gc.get_objects()))
+            dropped.append(count(Dropped))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             results.append(loss.detach())
         return [*results, *model.parameters()], dropped
 
-    with deterministic_kernels():
+    with deterministic_kernels(), new_objects() as count:
         expected, _ = program()
         with moving(**REMADE):
             results, dropped = program()

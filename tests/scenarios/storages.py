@@ -248,7 +248,7 @@ def parts_with_counters_of_their_own_are_not_taken_for_the_whole(device: torch.d
 
     class Layer(nn.GRU):
         def forward(self, x: Tensor, h: Any = None) -> Any:
-            return super().forward(x.view(-1, 8, 128))[0].reshape(x.shape)
+            return super().forward(x.view(-1, 64, 128))[0].reshape(x.shape)
 
     def program(make: Callable[[], nn.Module], device: torch.device) -> list[Tensor]:
         torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import REMADE, gradients, moving
+from tests.scenarios import REMADE, gradients, moving, new_objects
 from torch_tiers.migrator.recompute import verified
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.saved import spot_checks
@@ -145,13 +144,13 @@ def test_a_shape_that_was_forgotten_is_tried_again_when_it_comes_again(monkeypat
 
     def dropped(rows: int) -> int:
         loss, expected = (each(torch.full((rows, 64), 0.1)).square().mean() for each in (model, plain))
-        found = sum(type(each) is Dropped for each in gc.get_objects())
+        found = count(Dropped)
         loss.backward()
         expected.backward()
         assert all(map(torch.equal, gradients(model), gradients(plain)))
         return found
 
-    with moving(**REMADE):
+    with new_objects() as count, moving(**REMADE):
         for rows in range(40, 60):  # what comes last is remembered
             last = [dropped(rows) for _ in range(4)]
         again = [dropped(45) for _ in range(4)]
