@@ -257,7 +257,7 @@ class Runtime:
             overflow = FITS if pages is None else Overflow(pages.overflow(device) // threads, pages.periods)
             self._progress.note_unmanaged(mover.unmanaged)
             recorded = mover.recorder is not None
-            if overflow.nbytes:
+            if overflow.nbytes and not mover.plans.knows(overflow):
                 self._progress.tell_timeline("hbm was full", device=str(device), bytes=overflow.nbytes)
             try:
                 changed |= mover.end_iteration(whole=whole, alone=threads == 1, overflow=overflow, host=host)

@@ -72,6 +72,10 @@ class DevicePlans:
         self._stayed |= news
         return news
 
+    def knows(self, overflow: Overflow) -> bool:
+        """Return whether an iteration before this one has told of that period."""
+        return overflow.period is not None and overflow.period == self._period
+
     def begin(self, *, recorded: bool) -> None:
         """Begin an iteration."""
         self._filling.begin()
@@ -84,7 +88,7 @@ class DevicePlans:
 
         For the parameters see `IterationOutcome` and `Mover.end_iteration`.
         """
-        told, self._period = overflow.period is not None and overflow.period == self._period, overflow.period
+        told, self._period = self.knows(overflow), overflow.period
         engine, filling, plans = self._engine, self._filling, self.learner.plans
         self._fitting = 0 if overflow.nbytes else self._fitting + 1
         self._stayed &= not filling.offloaded and all(plan.keeps_everything for plan in plans)

@@ -86,6 +86,22 @@ def test_a_cut_that_has_not_helped_is_not_repeated_within_a_period_either(iterat
     assert sum(changed) == 1
 
 
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_until_memory_is_laid_out_no_period_tells_however_many_iterations_it_has(iterations: int) -> None:
+    """Nor does the one in which memory is first asked for in another order."""
+    budget = Budget(TARGET)
+    for _ in range(LAID_OUT + SPILLS - 1):
+        assert not any(period(budget, 9 * MiB, iterations))
+    assert any(period(budget, 9 * MiB, iterations))
+    budget = Budget(TARGET)
+    for _ in range(LAID_OUT):
+        period(budget, 0, iterations)
+    budget.rearranged()
+    for _ in range(SPILLS):
+        assert not any(period(budget, 9 * MiB, iterations))
+    assert any(period(budget, 9 * MiB, iterations))
+
+
 @pytest.mark.parametrize("iterations", [1, 2, 4, 8])
 def test_what_never_fits_is_cut_though_the_order_of_requests_changes_now_and_then(iterations: int) -> None:
     budget, changed = Budget(TARGET), False

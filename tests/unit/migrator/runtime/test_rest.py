@@ -19,6 +19,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.program import optimizers
 from torch_tiers.migrator.runtime.models import BudgetTooSmall
+from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.saved.device_plans import CLOSELY, DevicePlans
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
@@ -160,7 +161,9 @@ def test_of_a_period_that_did_not_fit_the_first_of_its_iterations_tells(
         told.append((outcome.overflow, outcome.ends_period))
         return False
 
+    happened: list[str] = []
     monkeypatch.setattr(Learner, "iteration_over", iteration_over)
+    monkeypatch.setattr(Progress, "tell_timeline", lambda _, what, **more: happened.append(what))
     pages.overflowed = MiB
     with tiers.session(dram="64MiB", hbm="1GiB"):
         for _ in range(4):
@@ -168,6 +171,7 @@ def test_of_a_period_that_did_not_fit_the_first_of_its_iterations_tells(
                 model(torch.randn(64, 128)).square().mean().backward()
             optimizer.step()
     assert told == [(MiB, True), (MiB, False), (MiB, False)] * 4
+    assert happened.count("hbm was full") == 4, "on the timeline, too"
 
 
 def test_a_program_that_does_not_fit_whatever_is_done_is_looked_at_all_the_time(pages: Pages) -> None:
