@@ -34,8 +34,7 @@ class SuggestVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Plan for several budgets and print what they come to."""
-        from torch_tiers.migrator.controller.planned import needs
-        from torch_tiers.planning.suggest import best, offers, render, to_json
+        from torch_tiers.planning.suggest import best, needed_of, offers, render, to_json
 
         found = slowest_rank(args.trace)[0] if args.trace.is_dir() else args.trace
         trace, links, below = trace_and_links(found, {}, args.dram)
@@ -45,8 +44,7 @@ class SuggestVerb:
             )
         stats = _stats(found)
         allocator = stats.get("allocator", "pages")
-        state = stats.get("state_in_dram", 0)
-        needed = needs(trace, links) + (stats["demoted"] if state else 0)  # of which the trace knows nothing
+        needed, state = needed_of(trace, links, stats)
         free = FRAGMENTS if allocator == "torch" else LAYOUTS
         made = offers(trace, needed, links, args.policy, free=free, below=below, state=state)
         if args.json:

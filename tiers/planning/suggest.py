@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from torch_tiers.allocator.sizes import MiB, format_at_least, format_size, round_up
+from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.compare import Candidate, Refused, compare
@@ -56,6 +57,15 @@ class Offer:
         if not self.outcome.fits_below:
             return f"{format_size(self.outcome.plan.stored_bytes)} are to be offloaded: raise TIERS_DRAM"
         return None if self.speed else f"the plan fills {format_size(self.outcome.result.peak['hbm'])} of hbm"
+
+
+def needed_of(trace: Trace, links: Links, stats: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes of HBM that an iteration needs with everything kept, and those of them that `offers` calls `state`.
+
+    Where there is any, weights that lay in DRAM count, too: of neither the trace knows anything.
+    """
+    state = stats.get("state_in_dram", 0)
+    return needs(trace, links) + (stats.get("demoted", 0) if state else 0), state
 
 
 def offers(

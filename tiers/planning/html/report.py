@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS
 from torch_tiers.migrator.policies import MODULES
 from torch_tiers.planning.html.budgets import budgets
@@ -17,7 +16,7 @@ from torch_tiers.planning.html.planned import NO_PLAN, Planned
 from torch_tiers.planning.html.prediction import prediction
 from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.html.steps import steps
-from torch_tiers.planning.suggest import Offer, offers
+from torch_tiers.planning.suggest import Offer, needed_of, offers
 
 
 def sections(stats: Mapping[str, Any], history: History | str, plan: Planned | None) -> list[Section]:
@@ -61,6 +60,5 @@ def _offers(of: Planned | None, stats: Mapping[str, Any]) -> list[Offer] | str:
     free = FRAGMENTS if stats["allocator"] == "torch" else LAYOUTS
     dram = stats["budget"].get("dram")
     below = None if dram is None else dram + (stats["budget"]["nvme"] or 0)
-    state = stats.get("state_in_dram", 0)
-    needed = needs(trace, links) + (stats["demoted"] if state else 0)  # of which the trace knows nothing
+    needed, state = needed_of(trace, links, stats)
     return offers(trace, needed, links, policy, free=free, below=below, state=state)
