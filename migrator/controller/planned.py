@@ -13,6 +13,8 @@ from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.simulator import Simulated, simulate
 
+LARGER = (0, 1 / 32, 1 / 16)  # of the smallest budget that there is a plan for: by so much more others are made for
+CROSSINGS = 3  # of the link by what exceeds the budget: an operator writes it, and others read it, in host memory
 GAIN = 0.002  # of the step: what other plans have to promise, as to begin with one costs steps of seconds
 
 
@@ -175,5 +177,22 @@ def _plan_one(
             refused = NoPlanFits(budget, error.smallest, error.holds)
             if must_fit:
                 raise refused from None
-        plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
+            plan = _fastest(policy, trace, error.smallest, asked, links)
+        else:  # feedback asks for less than there is a plan for
+            plan = policy(trace, error.smallest, links)
     return PlannedIteration(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)
+
+
+def _fastest(policy: Policy, trace: Trace, smallest: int, asked: int, links: Links) -> Plan:
+    """Return the plan that is the fastest with what exceeds the budget in host memory, of the smallest and larger ones.
+
+    The smallest offloads all that can be, though it may exceed the budget only while one operator runs.
+    """
+    if not trace.others:
+        return policy(trace, smallest, links)
+
+    def seconds(plan: Plan) -> float:
+        predicted = simulate(trace, links, plan)
+        return predicted.seconds + CROSSINGS * max(0, predicted.peak["hbm"] - asked) / links.h2d
+
+    return min((policy(trace, int(smallest * (1 + part)), links) for part in LARGER), key=seconds)

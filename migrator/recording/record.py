@@ -17,8 +17,8 @@ class Recording(Protocol):
 
     trials: Trials | None
 
-    def advance(self) -> int:
-        """Go on to the next position; return its number."""
+    def ask(self, known: Known | None) -> int:
+        """Go on to the position at which backward asks for a tensor; return its number."""
 
     def resume(self, *, brought: bool = False) -> None:
         """Take note that our own work at a position is over."""
@@ -35,7 +35,7 @@ class Record:
 
     def used(self) -> None:
         """Take note that backward asks for the tensor."""
-        self.uses.append(self.recorder.advance())
+        self.uses.append(self.recorder.ask(self.known))
 
     def compare(self, tensor: Tensor, peek: Peek) -> Tensor:
         """Run the tensor's trials against the tensor that backward is about to be given; return that."""

@@ -100,6 +100,9 @@ class Recorder:
         self._stays: set[int] = set()  # storages that the graph holds, who knows how often
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
         self._was_held: list[_Held] = []
+        self._operator: object = None  # of the backward: that asked last, and for what, at which positions
+        self._operands: dict[int, tuple[Known, int]] = {}
+        self._beside: list[tuple[Known, int, int]] = []  # asked for at a position, and in use with what comes at another
         self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
         self._before: list[weakref.ref[Record]] = []  # the same of the one before
         self.trials = Trials(meter, verified, refused) if meter is not None and tries else None
@@ -112,6 +115,23 @@ class Recorder:
             self._see_what_is_held()
         self._position += 1
         return self._position - 1
+
+    def ask(self, known: Known | None) -> int:
+        """Go on to the position at which backward asks for a tensor; return its number.
+
+        An operator asks for all that it needs, and computes then.
+        """
+        position = self.advance()
+        if self._meter is None:
+            return position
+        if (operator := _operator()) is not self._operator:
+            self._operator, self._operands = operator, {}
+        for other, asked in self._operands.values():
+            if other.saved is not None and other.saved.group.counted:
+                self._beside.append((other, asked, position))
+        if known is not None:
+            self._operands[known.ident] = known, position
+        return position
 
     def arrive(self, *, outside: bool = False) -> None:
         """Stop counting host time as the program's: a hook has begun, perhaps `outside` of positions."""
@@ -269,7 +289,7 @@ class Recorder:
         return trace if measures.clocks is None else trace.on(measures.clocks)
 
     def _held_besides(self) -> tuple[list[int], dict[int, int]]:
-        """Return how storages that the program holds change `Trace.others`, and `Trace.held`."""
+        """Return what `Meter.finish` is to be told of storages in use besides, and `Trace.held`."""
         change, held = [0] * (self._position + 2), dict[int, int]()
         last_uses = {entry.known.ident: entry.uses[-1] for entry in self._entries if entry.known and entry.uses}
         for each in self._was_held:
@@ -285,6 +305,11 @@ class Recorder:
             if each.away is not None and each.end > each.away:
                 change[each.away] += nbytes
                 change[each.end] -= nbytes
+        for known, asked, with_what in self._beside:
+            # Its group is resident until all of that was asked for; `Trace.others` has it after its own last use.
+            if last_uses[known.ident] == asked:
+                change[with_what + 1] -= known.high - known.low
+                change[with_what + 2] += known.high - known.low
         return change[:-1], held
 
 
@@ -295,4 +320,5 @@ def _holders(known: Known) -> int:
     return 0 if storage is None else _references(known.cdata) - 1
 
 
+_operator: Callable[[], object] = torch._C._current_autograd_node
 _references: Callable[[int], int] = torch._C._storage_Use_Count

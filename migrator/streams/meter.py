@@ -291,7 +291,8 @@ class CudaMeter:
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over; waits until the device has passed its end. To be called once.
 
-        `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
+        `held` says for every stretch how many bytes of saved storages the program held that are not `resident`, less
+        those that are, though they were used for the last time.
         Within the capture of a graph nothing is known: 0 seconds.
         """
         self._compute.waited = None

@@ -250,6 +250,28 @@ def test_what_two_modules_save_is_held_once() -> None:
     assert max(meter.held) == NBYTES
 
 
+@pytest.mark.parametrize(("one_operator", "resident"), [(True, True), (False, True), (True, False)])
+def test_what_an_operator_of_backward_asked_for_is_in_use_until_it_has_asked_for_all_that_it_needs(
+    *, one_operator: bool, resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product's operands are asked for one after the other. One of 6 GiB was missing from a peak of 24."""
+    meter = FakeMeter()
+    recorder, storages = Recorder(set(), meter), built().Storages()  # type: ignore[arg-type]
+    x, y = tensor(), tensor(2 * NBYTES)
+    large = moved(known(storages, x), State.HOME)
+    assert large.saved
+    large.saved.group.counted = 2 * NBYTES if resident else 0
+    first, second = recorder.save("mul:0", large), recorder.save("mul:1", known(storages, y))
+    assert first and second
+    operators = iter([1, 1 if one_operator else 2])
+    monkeypatch.setattr(module, "_operator", lambda: next(operators))
+    first.used()
+    second.used()
+    recorder.trace()
+    # Four positions: in the stretch after the last the product is computed, and the group counts as resident.
+    assert meter.held == [0, 0, 0, 0, -NBYTES if one_operator and resident else 0]
+
+
 class Looked:
     """A storage that is known, and counts how often somebody looks which it is."""
 
