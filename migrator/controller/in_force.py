@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from operator import is_
 
 from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests
@@ -24,9 +25,11 @@ class PlansInForce:
         The user's budget, which warnings name.
     warned : set of str
         Warnings that were given already.
+    relieve : callable
+        Is asked to make other room in HBM, in bytes, where no plan fits; returns whether it will.
     """
 
-    def __init__(self, budget: int, warned: set[str]) -> None:
+    def __init__(self, budget: int, warned: set[str], relieve: Callable[[int], bool]) -> None:
         self.planned: tuple[PlannedIteration, ...] = ()
         self.traces: tuple[Trace, ...] = ()  # what `planned` is for
         self.iterations = 0  # iterations that ended under them, and with what is predicted of them now
@@ -34,6 +37,7 @@ class PlansInForce:
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
         self._budget = budget
         self._warned = warned
+        self._relieve = relieve
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -78,7 +82,15 @@ class PlansInForce:
         """Have no plans, as these cannot be executed."""
         self.planned, self.traces = (), ()
 
-    def say_refused(self) -> None:
+    def relieve_or_warn(self) -> bool:
+        """Return whether there will be room for other plans, if these exceed the budget; if there will not, warn."""
+        exceeds = max((each.exceeds for each in self.planned), default=0)
+        if exceeds and self._relieve(exceeds):
+            return True
+        self._say_refused()
+        return False
+
+    def _say_refused(self) -> None:
         """Warn once of plans that use more than the budget."""
         for each in self.planned:
             if each.refused is not None:

@@ -64,8 +64,9 @@ class Learner:
     begun : int
         Iterations of the program before it, which logs count, too.
     without_layout : int
-        Bytes of the target that plans leave free where iterations differ in size, as the allocator lays none of them
-        out.
+        Bytes of the target that plans leave free where iterations differ in size: no layout serves all of them.
+    relieve : callable
+        See `PlansInForce`. Iterations with that room are recorded anew.
     """
 
     def __init__(
@@ -82,13 +83,15 @@ class Learner:
         warned: set[str] | None = None,
         begun: int = 0,
         without_layout: int = 0,
+        relieve: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
         self._target = target
         self._cached = CachedRun(plan_cache, target)
         self._without_layout = without_layout
         self._static: Callable[[], int] = int  # bytes in use between iterations
         self._requests = PlanRequests(policy, submit, must_fit=must_fit)
-        self._in_force = PlansInForce(target if budget is None else budget, set() if warned is None else warned)
+        warned = set() if warned is None else warned
+        self._in_force = PlansInForce(target if budget is None else budget, warned, relieve)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
         self._iterations = self._begun = begun
@@ -113,10 +116,7 @@ class Learner:
 
     @property
     def settled(self) -> bool:
-        """Return whether these plans stay, as far as is known: measured iteration times confirmed them.
-
-        This may hold of programs that make no optimizer step, too.
-        """
+        """Return whether iteration times confirmed the plans, perhaps of a program that makes no optimizer step."""
         return self._has_all and self._feedback.settled
 
     @property
@@ -338,8 +338,7 @@ class Learner:
         else:
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._feedback.budget.stayed()
-            planned = "; ".join(map(str, self._in_force.planned))
-            log.info("iteration %d, the plans stay: %s", self._iterations, planned)
+            log.info("iteration %d, the plans stay: %s", self._iterations, "; ".join(map(str, self._in_force.planned)))
         return differ
 
     def _begin(self) -> None:
@@ -347,4 +346,5 @@ class Learner:
         self._feedback.adopted()
         for each in self._in_force.planned:
             log.info("iteration %d, plan by %s: %s", self._iterations, each.plan.policy, each)
-        self._in_force.say_refused()
+        if self._in_force.relieve_or_warn():
+            self._record_anew()

@@ -55,6 +55,11 @@ class PlannedIteration:
         plan = before.plan if unchanged else self.plan
         return replace(self, plan=plan, least=self.least or in_vain or as_before)
 
+    @property
+    def exceeds(self) -> int:
+        """Return by how many bytes the plan exceeds the budget, for which there is none."""
+        return 0 if self.refused is None else self.refused.smallest - self.refused.budget
+
     def peak(self) -> int:
         """Return the most bytes in HBM; 0 if that was not predicted."""
         return 0 if self.predicted is None else self.predicted.peak["hbm"]

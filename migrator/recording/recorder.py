@@ -102,7 +102,7 @@ class Recorder:
         self._was_held: list[_Held] = []
         self._operator: object = None  # of the backward: that asked last, and for what, at which positions
         self._operands: dict[int, tuple[Known, int]] = {}
-        self._beside: list[tuple[Known, int, int]] = []  # asked for at a position, and in use with what comes at another
+        self._beside: list[tuple[Known, int, int]] = []  # asked for at one position, in use from another on
         self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
         self._before: list[weakref.ref[Record]] = []  # the same of the one before
         self.trials = Trials(meter, verified, refused) if meter is not None and tries else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -142,11 +143,16 @@ class Devices:
         self._lock = threading.Lock()  # so that each is made once
 
     def make_mover(
-        self, device: torch.device, options: Options, tensors: HookTensors, operators: OperatorClock | None = None
+        self,
+        device: torch.device,
+        options: Options,
+        tensors: HookTensors,
+        operators: OperatorClock | None,
+        relieve: Callable[[torch.device, int], bool],
     ) -> Mover:
         """Make the mover of one thread for a device; open the device if it is the first.
 
-        With `operators`, operators are timed one by one if several ranks take part.
+        With `operators`, operators are timed one by one if several ranks take part. For `relieve` see `PlansInForce`.
 
         Raises
         ------
@@ -177,6 +183,7 @@ class Devices:
             plan_cache=options.plan_cache(device, target),
             warned=shared.warned,
             begun=self._counters.iterations,
+            relieve=partial(relieve, device),
             without_layout=int(WITHOUT_LAYOUT * shared.room) if device.type == "cuda" and options.pages() else 0,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None
@@ -341,8 +348,3 @@ def holes(device: torch.device) -> int:
 def has_tiers(device: torch.device) -> bool:
     """Return whether tensors on `device` move: those of GPUs, or of the host if there is no GPU."""
     return device.type == "cuda" or (device.type == "cpu" and not torch.cuda.is_available())
-
-
-def name_of(device: torch.device) -> str:
-    """Return the name of a device for reports."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

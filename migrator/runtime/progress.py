@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from torch_tiers.migrator.controller.planned import PlannedIteration
-from torch_tiers.migrator.runtime.devices import Devices, name_of
+from torch_tiers.migrator.runtime.devices import Devices
 from torch_tiers.migrator.runtime.steps import StepTimes
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -82,7 +84,7 @@ class Progress:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
         counters, devices = self._counters, self._devices.opened.values()
         return {
-            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
+            "device": ", ".join(dict.fromkeys(_name(device) for device in self._devices.opened)),
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
             "beside_hbm": max((shared.beside for shared in devices), default=0),
@@ -96,3 +98,8 @@ class Progress:
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._times.summary(),
         }
+
+
+def _name(device: torch.device) -> str:
+    """Return the name of a device for reports."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

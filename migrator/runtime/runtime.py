@@ -171,7 +171,7 @@ class Runtime:
         assert self._tensors is not None  # since this thread was armed
         try:
             clock = None if self._recorder is None else self._recorder.clock
-            mover = self._devices.make_mover(device, self.options, self._tensors, clock)
+            mover = self._devices.make_mover(device, self.options, self._tensors, clock, self._streaming.relieve)
         except TiersError as error:
             self._refuse(error)
         self._recount_static()

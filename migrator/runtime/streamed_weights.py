@@ -70,6 +70,7 @@ class StreamedWeights:
         self._counters = counters
         self._moving = moving
         self._substitutes = cache(lambda: options().substitutes())  # which takes long, and may be refused
+        self.relieved: set[torch.device] = set()  # where frozen weights give way to all else, for which no plan fits
         self._eligible: dict[torch.device, list[Weight]] = {}  # that may be streamed
         self._streamed: dict[torch.device, set[Weight]] = {}  # of these, what the streamers were given
 
@@ -85,6 +86,34 @@ class StreamedWeights:
             if may_lie_in_dram(device, self._options().pages()):
                 self._choose(device, found.get(device, {}))
 
+    def relieve(self, device: torch.device, nbytes: int) -> bool:
+        """Have the frozen weights of a device streamed from the next choice on; return whether they will be.
+
+        They are if that leaves half of `nbytes` or more. Weights that train are not: optimizers write them, and their
+        state gives way before.
+        """
+        if device in self.relieved or device in self.streamers or not may_lie_in_dram(device, self._options().pages()):
+            return False
+        frozen = [weight.nbytes for weight in self._frozen(device, self._by_device().get(device, {}))]
+        if 2 * (sum(frozen) - buffer_bytes(frozen, self._options().hbm(device))) < nbytes:
+            return False
+        self.relieved.add(device)
+        return True
+
+    def _frozen(self, device: torch.device, weights: Mapping[Weight, Tensor]) -> list[Weight]:
+        return [weight for weight in self._may_be(device, weights) if not weights[weight].requires_grad]
+
+    def _may_be(self, device: torch.device, weights: Mapping[Weight, Tensor]) -> list[Weight]:
+        """Return the weights that may be streamed."""
+        budget = self._options().hbm(device)
+        return [
+            weight
+            for weight, tensor in weights.items()
+            if may_be_streamed(weight.nbytes, budget, LEAST[device.type])
+            # Kernels choose their code path by alignment. And of what inference mode made nobody counts versions.
+            and not (weight.address % ALIGNED or tensor.is_inference())
+        ]
+
     def _by_device(self) -> dict[torch.device, dict[Weight, Tensor]]:
         """A weight for each storage that parameters of models have, with one tensor on it."""
         found: dict[torch.device, dict[Weight, Tensor]] = {}
@@ -97,16 +126,14 @@ class StreamedWeights:
 
     def _choose(self, device: torch.device, weights: Mapping[Weight, Tensor]) -> None:
         budget = self._options().hbm(device)
-        eligible = [
-            weight
-            for weight, tensor in weights.items()
-            if may_be_streamed(weight.nbytes, budget, LEAST[device.type])
-            # Kernels choose their code path by alignment. And of what inference mode made nobody counts versions.
-            and not (weight.address % ALIGNED or tensor.is_inference())
-        ]
         needed = of_program.bytes_on(device, self._models.tensors())  # with buffers
         needed += of_program.bytes_on(device, self._models.trained())  # their gradients
-        if not eligible or fit(needed, budget):
+        fits = fit(needed, budget)
+        if fits and device not in self.relieved:
+            eligible = []
+        else:
+            eligible = self._frozen(device, weights) if fits else self._may_be(device, weights)
+        if not eligible:
             self._end(device, promote=True)  # a model is gone, perhaps, and HBM holds those that are left
             return
         if _identities(eligible) == _identities(self._eligible.get(device, ())) and self.are_whole:

@@ -157,7 +157,13 @@ class Streaming:
 
     def budget_changed(self) -> None:
         """Take note that a device has another budget: what is streamed is chosen anew when the next forward begins."""
+        self._weights.relieved.clear()
         self._budget_changed = True
+
+    def relieve(self, device: torch.device, nbytes: int) -> bool:
+        """Stream frozen weights when the next forward begins, as HBM lacks so many bytes; return whether that helps."""
+        self._budget_changed |= (helps := self._weights.relieve(device, nbytes))
+        return helps
 
     def _gone(self, key: int) -> None:
         """A model is gone, and its memory is to be, too. Called wherever it dies, so this waits for no other thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEAST = 1 / 8  # of the budget: with less for activations and the like, weights are streamed
-BUFFER = 1 / 8  # of the budget: where copies of streamed weights lie
+BUFFER = 1 / 8  # of the budget, or of these weights if they are fewer: where copies of streamed weights lie
 LARGEST = 1 / 4  # of the budget: a larger weight stays
 
 
@@ -20,7 +20,7 @@ def may_be_streamed(weight: int, budget: int, least: int) -> bool:
 
 def buffer_bytes(weights: Sequence[int], budget: int) -> int:
     """Bytes of HBM for copies of `weights`: at least for two, so that one comes while another is read."""
-    return max(int(budget * BUFFER), 2 * max(weights, default=0))
+    return max(int(min(budget, sum(weights)) * BUFFER), 2 * max(weights, default=0))
 
 
 def fit(weights: int, budget: int) -> bool:

@@ -24,6 +24,7 @@ from tests.scenarios import (
     streamed,
     train,
 )
+from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.runtime import streamed_weights
 from torch_tiers.migrator.weights.streamer import Streamer
 
@@ -146,6 +147,29 @@ def copies_once_what_is_on_the_memory_of_another(device: torch.device) -> None:
                     if isinstance(layer, nn.Linear):
                         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
         assert read[7] == read[3], read
+
+
+def has_frozen_weights_give_way_where_no_plan_fits(device: torch.device) -> None:
+    """They alone would fit, and so would what a step needs besides; not both. Weights that train stay."""
+    if device.type != "cpu":  # where pages are larger than these
+        return
+    for frozen in (True, False):
+
+        def program(device: torch.device, *, frozen: bool = frozen) -> Sequence[Tensor]:
+            model, results = perceptron(device, depth=24), []
+            for layer in model[:-2]:
+                layer.requires_grad_(not frozen)
+            optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+            for i in range(16):
+                results += step(model, device, i, optimizer)
+            return results
+
+        plain = bits(program(device))
+        weights = sum(p.nbytes for p in perceptron(device, depth=24).parameters())
+        hbm = weights + MiB if frozen else 2 * weights + MiB
+        with tiers.session(allocator="torch", hbm=hbm, dram="256MiB") as session:
+            assert bits(program(device)) == plain
+            assert (bytes_streamed(session) > weights) is frozen
 
 
 def ends_with_the_session(device: torch.device) -> None:

@@ -30,7 +30,7 @@ class Single(list[CachedPlans]):
 
 
 def in_force(links: Links = PCIE_GEN5) -> tuple[PlansInForce, Feedback]:
-    plans, feedback = PlansInForce(TARGET, set()), Feedback(TARGET, links)
+    plans, feedback = PlansInForce(TARGET, set(), lambda nbytes: False), Feedback(TARGET, links)
     request = feedback.request((MODEL,))
     plans.begin(plan_all(POLICIES["auto"], request), request.traces, (MODEL,))
     return plans, feedback

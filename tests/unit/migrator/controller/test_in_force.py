@@ -31,7 +31,7 @@ def made(name: str) -> PlannedIteration:
 
 
 def test_plans_that_are_the_same_do_not_take_over_unless_something_was_recorded_since() -> None:
-    in_force = PlansInForce(BUDGET, set())
+    in_force = PlansInForce(BUDGET, set(), lambda nbytes: False)
     assert in_force.take_over(PlanRequests(POLICIES["auto"], at_once, must_fit=True), None, afresh=False) is None
     assert take_over(in_force, REQUEST) and in_force.are_for(REQUEST.traces)
     before = in_force.plans
@@ -43,7 +43,7 @@ def test_plans_that_are_the_same_do_not_take_over_unless_something_was_recorded_
 
 
 def test_where_no_plan_fits_those_in_force_stay_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    in_force, little = PlansInForce(BUDGET, set()), replace(REQUEST, budgets=(BUDGET // 100,))
+    in_force, little = PlansInForce(BUDGET, set(), lambda nbytes: False), replace(REQUEST, budgets=(BUDGET // 100,))
     with pytest.raises(NoPlanFits):
         take_over(in_force, little)
     take_over(in_force, REQUEST)
