@@ -65,8 +65,8 @@ int main(int, char **arguments) {
     bytes[i] = number();
     offsets[i] = number();
   }
-  std::vector<int64_t> visits(number());
-  for (int64_t &of_unit : visits) of_unit = int64_t(number());
+  std::vector<int64_t> costs(number());
+  for (int64_t &of_unit : costs) of_unit = int64_t(number());
 
   std::vector<double> clock, allocations, frees;
   for (int i = 0; i < 100000; ++i) {
@@ -80,7 +80,7 @@ int main(int, char **arguments) {
     uint64_t count = bytes.size();
     if (period == 1 && count)
       check(
-          tn_set_layout(core, 0, 1, &count, bytes.data(), bytes.data(), offsets.data(), visits.size(), visits.data()));
+          tn_set_layout(core, 0, 1, &count, bytes.data(), bytes.data(), offsets.data(), costs.size(), costs.data()));
     if (period == 2) tn_get_stats(core, &before);
     for (const Event &event : events) {
       for (size_t at = 0; at < elsewhere.size(); at += 64) ++elsewhere[at];

@@ -97,8 +97,8 @@ def _layout(events: list[tuple[int, int]]) -> list[int]:
     predicted = predict(Log(np.array(rows, native.REQUEST), len(events)))
     assert isinstance(predicted, SequenceLayout)
     requests = zip(predicted.sizes.tolist(), predicted.offsets.tolist(), strict=True)
-    visits = predicted.visits.tolist()
-    return [len(predicted.sizes), *(number for request in requests for number in request), len(visits), *visits]
+    costs = predicted.costs.tolist()
+    return [len(predicted.sizes), *(number for request in requests for number in request), len(costs), *costs]
 
 
 def whole_steps() -> list[str]:

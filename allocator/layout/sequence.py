@@ -28,6 +28,7 @@ ALIKE = 0.9  # of the requests: a period that has them as another had them comes
 REMEMBERED = 8  # periods that one may repeat
 OUTLIER = 2  # times as large as any period before it
 EAGER = 8  # looks in a row without a pause: programs take some steps until they repeat
+HUGE = 1 << 40  # bytes: no request is larger, so that what each byte of it costs in DRAM is a whole number
 LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
 
 
@@ -113,13 +114,19 @@ def predict(
     offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
     offsets[placed] = layout.offsets
     vary = None if largest is None else largest.vary[comes]
-    return SequenceLayout(main, sizes, offsets, _visits(layout, sizes[placed]), vary)
+    return SequenceLayout(main, sizes, offsets, _costs(layout, sizes[placed]), vary)
 
 
-def _visits(layout: Layout, sizes: Ints) -> Ints:
+def _costs(layout: Layout, sizes: Ints) -> Ints:
+    """Return what each page would cost in DRAM: the more, the more requests come to lie there, and the smaller ones.
+
+    Of the operands of a matrix product the smaller one is read more often, for each tile of the larger one. Beside
+    logits of 4.4 GiB in HBM, 0.2 GiB of a decoder's last hidden states in DRAM took 500 ms.
+    """
+    weights = HUGE // np.clip(sizes, 1, HUGE)
     change = np.zeros(layout.total // PAGE + 2, np.int64)
-    np.add.at(change, layout.offsets // PAGE, 1)
-    np.add.at(change, (layout.offsets + sizes - 1) // PAGE + 1, -1)
+    np.add.at(change, layout.offsets // PAGE, weights)
+    np.add.at(change, (layout.offsets + sizes - 1) // PAGE + 1, -weights)
     return np.cumsum(change)[: -(-layout.total // PAGE)]
 
 

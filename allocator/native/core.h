@@ -109,13 +109,13 @@ TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacit
 /* Set the layout. From now on, request k of each period (on `stream`, of `least[k]` to `bytes[k]`), the present one
  * included, lies at `offsets[k]` in a region of `units` units; UINT64_MAX: elsewhere. A period is one of several
  * `sequences`, of `counts` requests each, one after the other in `least`, `bytes` and `offsets`; its first requests
- * tell which. Where HBM does not hold the region, the pages lie in DRAM on whose units, by `visits`, the fewest
- * requests come to lie. Waits for what may read what is unmapped. TN_FULL: the tiers have no room for the region, and
- * there is no layout any more. TN_BUSY: the layout is what it was.
+ * tell which. Where HBM does not hold the region, the pages lie in DRAM whose units have the least `costs`. Waits for
+ * what may read what is unmapped. TN_FULL: the tiers have no room for the region, and there is no layout any more.
+ * TN_BUSY: the layout is what it was.
  */
 TN_API int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts,
                          const uint64_t *least, const uint64_t *bytes, const uint64_t *offsets, uint64_t units,
-                         const int64_t *visits);
+                         const int64_t *costs);
 /* From now on there is no layout; what was mapped for it stays mapped, and serves any request. Until the next mark or
  * layout, but for twice as many requests as the last period had at most, the core hardly grows: while pages lie idle,
  * those are mapped anew, and no page is made beyond what is alive, or beyond `expected` bytes if that is more. To map a

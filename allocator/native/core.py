@@ -202,10 +202,10 @@ class Core:
         requests = [np.concatenate([one.least.astype(np.uint64) for one in sequences])]
         requests += [np.concatenate([one.sizes.astype(np.uint64) for one in sequences])]
         requests += [np.concatenate([one.offsets for one in sequences])]
-        visits = np.zeros(max(len(one.visits) for one in sequences), np.int64)
+        costs = np.zeros(max(len(one.costs) for one in sequences), np.int64)
         for one in sequences:
-            visits[: len(one.visits)] += one.visits
-        pointers = (counts.ctypes.data, *(each.ctypes.data for each in requests), len(visits), visits.ctypes.data)
+            costs[: len(one.costs)] += one.costs
+        pointers = (counts.ctypes.data, *(each.ctypes.data for each in requests), len(costs), costs.ctypes.data)
         checked(self._library.tn_set_layout(self._core, sequences[0].stream, len(sequences), *pointers))
 
     def forget_layout(self, expected: int = 0) -> None:

@@ -254,7 +254,7 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
 }
 
 int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *least,
-                  const uint64_t *bytes, const uint64_t *offsets, uint64_t units, const int64_t *visits) {
+                  const uint64_t *bytes, const uint64_t *offsets, uint64_t units, const int64_t *costs) {
   return enter(core, [&] {
     if (!sequences) return fail(Status::Invalid, "a layout is made of one sequence or more");
     std::vector<Sequence> all(sequences);
@@ -268,7 +268,7 @@ int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint
     }
     const uint64_t each = core->page / TN_UNIT_BYTES;
     std::vector<int64_t> by_page((units + each - 1) / each, 0);
-    for (uint64_t unit = 0; unit < units; ++unit) by_page[unit / each] += visits[unit];
+    for (uint64_t unit = 0; unit < units; ++unit) by_page[unit / each] += costs[unit];
     return core->set_layout(stream, std::move(all), by_page);
   });
 }

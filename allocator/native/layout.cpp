@@ -87,9 +87,9 @@ void tn_core::make_room(uint64_t missing) {
     layout.heap->unmap_idle_outside(layout.base, layout.total);  // what this does not free lies in DRAM
 }
 
-// `visits` has an entry for each page of the region.
-Status tn_core::set_layout(Stream stream, std::vector<Sequence> sequences, const std::vector<int64_t> &visits) {
-  const uint64_t size = visits.size();
+// `costs` has an entry for each page of the region.
+Status tn_core::set_layout(Stream stream, std::vector<Sequence> sequences, const std::vector<int64_t> &costs) {
+  const uint64_t size = costs.size();
   for (const Sequence &one : sequences)
     for (size_t k = 0; k < one.bytes.size(); ++k)
       if (one.offsets[k] != kElsewhere && (one.bytes[k] > size * page || one.offsets[k] > size * page - one.bytes[k]))
@@ -121,11 +121,11 @@ Status tn_core::set_layout(Stream stream, std::vector<Sequence> sequences, const
   uint64_t in_hbm = there + pages[kHbm].make_idle(size - there);
   if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / page)
     return fail(Status::Full, "hbm and dram do not hold the region");
-  std::vector<uint64_t> busiest(size);
-  std::iota(busiest.begin(), busiest.end(), 0);
-  std::stable_sort(busiest.begin(), busiest.end(), [&](uint64_t a, uint64_t b) { return visits[a] > visits[b]; });
+  std::vector<uint64_t> dearest(size);
+  std::iota(dearest.begin(), dearest.end(), 0);
+  std::stable_sort(dearest.begin(), dearest.end(), [&](uint64_t a, uint64_t b) { return costs[a] > costs[b]; });
   std::vector<bool> where(size);
-  for (uint64_t i = 0; i < in_hbm; ++i) where[busiest[i]] = true;
+  for (uint64_t i = 0; i < in_hbm; ++i) where[dearest[i]] = true;
   status = heap->lay_out(next.base, where);
   for (Pages &tier : pages) {
     Status trimmed = tier.trim();

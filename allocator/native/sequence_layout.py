@@ -25,8 +25,8 @@ class SequenceLayout:
         The most bytes of each request.
     offsets : array of uint64, shape (requests,)
         Bytes from the begin of the region; `ELSEWHERE` for a request that has no place in it.
-    visits : array of int64, shape (pages,)
-        How many requests lie on each page of the region in a period: busy pages are kept in HBM.
+    costs : array of int64, shape (pages,)
+        What it would cost to have each page of the region in DRAM, in any unit: the cheapest lie there.
     vary : array of bool, shape (requests,), optional
         Which requests have other sizes in other periods, up to theirs here. These are told by their number alone.
     """
@@ -34,7 +34,7 @@ class SequenceLayout:
     stream: int
     sizes: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.uint64]
-    visits: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.int64]
     vary: npt.NDArray[np.bool_] | None = None
 
     @property
@@ -45,4 +45,4 @@ class SequenceLayout:
     @property
     def total(self) -> int:
         """Bytes of the region, in whole pages."""
-        return len(self.visits) * PAGE
+        return len(self.costs) * PAGE

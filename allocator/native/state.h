@@ -175,5 +175,5 @@ struct tn_core {
   Status wait_for_readers(Stream stream);
   Status unmap_all_idle(const Heap *but);
   Status unmap_idle_beyond(uint64_t keep);
-  Status set_layout(Stream stream, std::vector<tiers::Sequence> sequences, const std::vector<int64_t> &visits);
+  Status set_layout(Stream stream, std::vector<tiers::Sequence> sequences, const std::vector<int64_t> &costs);
 };

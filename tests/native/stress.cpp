@@ -121,8 +121,8 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
     } else if (dice < 990) {
       uint64_t counts[2] = {2, 1}, sizes[3] = {kMiB, 2 * kMiB, 3 * kMiB}, offsets[3] = {0, kMiB, 0};
       uint64_t least[3] = {kMiB, random() % 2 * 2 * kMiB, 3 * kMiB};
-      int64_t visits[2] = {1, 2};
-      int status = tn_set_layout(core, thread % 4, 2, counts, least, sizes, offsets, 2, visits);
+      int64_t costs[2] = {1, 2};
+      int status = tn_set_layout(core, thread % 4, 2, counts, least, sizes, offsets, 2, costs);
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
       tn_mark(core, nullptr);
     } else if (dice < 995) {

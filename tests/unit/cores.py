@@ -35,11 +35,11 @@ def holds(address: int, nbytes: int, value: int) -> bool:
     return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
 
 
-def sequence_layout(sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> SequenceLayout:
+def sequence_layout(sizes: list[int], offsets: list[int], costs: list[int] | None = None) -> SequenceLayout:
     ends = [size + offset for size, offset in zip(sizes, offsets, strict=True) if offset != ELSEWHERE]
-    pages = np.array(visits or [1] * -(-max(ends) // PAGE))
+    pages = np.array(costs or [1] * -(-max(ends) // PAGE))
     return SequenceLayout(0, np.array(sizes), np.array(offsets, np.uint64), pages)
 
 
-def set_layout(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
-    core.set_layout(sequence_layout(sizes, offsets, visits))
+def set_layout(core: Core, sizes: list[int], offsets: list[int], costs: list[int] | None = None) -> None:
+    core.set_layout(sequence_layout(sizes, offsets, costs))

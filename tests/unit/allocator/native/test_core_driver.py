@@ -508,9 +508,9 @@ def move():
 
 def lay_out():
     sizes = [dice.choice((MiB, 2 * MiB, 3 * MiB)) for _ in range(3)]
-    offsets, visits = np.cumsum([0, *sizes[:-1]]).astype(np.uint64), np.arange(-(-sum(sizes) // (2 * MiB)))
+    offsets, costs = np.cumsum([0, *sizes[:-1]]).astype(np.uint64), np.arange(-(-sum(sizes) // (2 * MiB)))
     vary = np.array([dice.random() < 0.3 for _ in sizes])
-    core.set_layout(SequenceLayout(dice.choice(streams), np.array(sizes), offsets, visits, vary))
+    core.set_layout(SequenceLayout(dice.choice(streams), np.array(sizes), offsets, costs, vary))
 
 capturing = False
 def capture():

@@ -38,9 +38,9 @@ def test_idle_hbm_beside_a_hole_is_taken_though_more_is_mapped_anew_then() -> No
     assert core.on(block, HBM) == 9 * PAGE
 
 
-@pytest.mark.parametrize("visits", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
-def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core, visits: list[int]) -> None:
-    set_layout(core, [80 * MiB], [0], visits)
+@pytest.mark.parametrize("costs", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
+def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core, costs: list[int]) -> None:
+    set_layout(core, [80 * MiB], [0], costs)
     block = core.allocate(32 * MiB, stream=2)
     assert core.on(block, HBM) == 32 * MiB
     counts = core.counts()

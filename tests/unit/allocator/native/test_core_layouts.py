@@ -328,7 +328,7 @@ def test_a_region_can_grow_where_it_lies_though_something_unpredicted_came(core:
 @pytest.mark.parametrize("offset", [MiB, GiB, 2**62])
 def test_a_layout_that_reaches_past_its_region_is_refused(core: Core, offset: int) -> None:
     with pytest.raises(CoreError, match="reaches past its region"):
-        set_layout(core, [2 * MiB], [offset], visits=[1])
+        set_layout(core, [2 * MiB], [offset], costs=[1])
 
 
 def test_what_is_elsewhere_in_a_layout_goes_where_it_fits(core: Core) -> None:
@@ -371,12 +371,12 @@ def test_a_region_larger_than_hbm_goes_on_in_dram(core: Core) -> None:
     assert core.on(a, DRAM) + core.on(b, DRAM) == 16 * MiB
 
 
-def test_the_busiest_pages_of_a_region_lie_in_hbm(core: Core) -> None:
-    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[1] * 20 + [2] * 20)
+def test_the_dearest_pages_of_a_region_lie_in_hbm(core: Core) -> None:
+    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], costs=[1] * 20 + [2] * 20)
     a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
     assert (core.on(a, DRAM), core.on(b, HBM)) == (16 * MiB, 40 * MiB)
     core.free(a)
     core.free(b)
-    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[2] * 20 + [1] * 20)
+    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], costs=[2] * 20 + [1] * 20)
     a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
     assert (core.on(a, HBM), core.on(b, DRAM)) == (40 * MiB, 16 * MiB)
