@@ -21,6 +21,7 @@ from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.native import Core, is_off_sequence
 from torch_tiers.allocator.native.peaks import PeaksOfCore
 from torch_tiers.allocator.native.pytorch import adapter
+from torch_tiers.allocator.overflow import FITS, Overflow
 from torch_tiers.allocator.sizes import GiB
 
 MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
@@ -212,10 +213,12 @@ class PageAllocator:
         """Bytes of optimizer state that lay in DRAM when the last period ended, on all GPUs."""
         return sum(periods.residence.state for periods in self._known.values())
 
-    def overflow(self, device: torch.device) -> int:
-        """The most bytes in the last period for which there was no room in HBM, wherever they came to lie."""
+    def overflow(self, device: torch.device, threads: int = 1) -> Overflow:
+        """What HBM had no room for in the last period; of several `threads` each has caused as much."""
         periods = self._known.get(device.index)
-        return periods.residence.overflow if periods is not None else 0
+        if periods is None:
+            return FITS
+        return Overflow(periods.residence.overflow // threads, self.periods, periods.came_as_laid_out)
 
     def is_short(self, device: torch.device) -> bool:
         """Whether there was no room in HBM for several periods in a row, the last one included."""

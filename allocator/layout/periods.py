@@ -17,7 +17,7 @@ from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.layout.evaluations import Evaluations
 from torch_tiers.allocator.layout.kinds import Kinds
 from torch_tiers.allocator.layout.residence import Residence
-from torch_tiers.allocator.layout.sequence import Largest, LayoutDecision, Log, Watch, predict, repeats
+from torch_tiers.allocator.layout.sequence import TOLERATED_SHARE, Largest, LayoutDecision, Log, Watch, predict, repeats
 from torch_tiers.allocator.native import HBM, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import GiB, round_up
@@ -52,11 +52,14 @@ class Periods:
     ----------
     residence : Residence
         Which state and weights lie in DRAM.
+    came_as_laid_out : bool
+        Whether there was a layout in the last period, and next to all requests were as predicted by it.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
         self.core = core
         self.residence = Residence(device, core, claims)
+        self.came_as_laid_out = False
         self._device = device
         self._claims = claims
         self._watch = Watch()
@@ -123,6 +126,7 @@ class Periods:
         now = self.core.mark()
         before, self._mispredicted = self._mispredicted, now.mispredicted
         since, calm = now.mispredicted - before, self._calm
+        self.came_as_laid_out = now.came > 0 and since <= TOLERATED_SHARE * now.came
         fits = not (now.dram or now.spilled or self._claims.granted(self._device))
         repeated = now.repeated and fits and self._new_plans is None
         if calm is not None and repeated and since == calm.mispredicted:

@@ -23,8 +23,8 @@ SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 SETTLING = 3  # iterations under new plans in which the allocator may flush: what it caches fits the plans before
 TELLING = 2  # peaks under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, and as many for overflow, after which these are not the plan's
-LAID_OUT = 2  # periods under new plans until memory is laid out for them
-SPILLS = 2  # periods in a row, after those, for which HBM had no room: lengths may alternate
+SPILLS = 2  # periods in a row that memory was laid out for, and for which HBM had no room: lengths may alternate
+WITHOUT = 8  # periods under new plans after which those count, too, that memory was not laid out for: it may never be
 PRESSES = 4  # of the last SURE iterations with a flush: there is too little room, and by then the pace is known
 GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
@@ -47,7 +47,7 @@ class Budget:
         # Not `PlansInForce.iterations`: this begins anew when memory is asked for in another order, too, and what ends
         # while plans are made, or is refused, is not looked at.
         self.looked_at = 0  # iterations, since the allocator's cache changed or the correction did
-        self._periods = 0  # that have ended since then
+        self._periods = 0  # that have ended under the present plans
         self._room: int | None = None  # for saved tensors, from the first peak on
         self._ceiling: int | None = None  # the largest correction that no iteration so far has found too large
         self._growths = 0
@@ -87,7 +87,6 @@ class Budget:
     def rearranged(self) -> None:
         """Take note that memory is asked for in another order, so the allocator's cache changes as under new plans."""
         self.looked_at = 0
-        self._periods = min(self._periods, LAID_OUT - 1)  # one more, until memory is laid out again
         self.forget_flushes()
 
     def forget_flushes(self) -> None:
@@ -129,7 +128,7 @@ class Budget:
             elif not any(self._flushes) and self.looked_at >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self.target) if pressed else self.target - outcome.peak if tells else 0
-        if outcome.ends_period and self._spills_again(overflow):
+        if outcome.ends_period and self._spills_again(overflow, laid_out=outcome.laid_out):
             self._overflow = overflow
             self._overflow_cuts += 1
             slack = min(slack, -overflow - int(SETTLED * self.target) - 1)
@@ -153,10 +152,10 @@ class Budget:
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 
-    def _spills_again(self, overflow: int) -> bool:
+    def _spills_again(self, overflow: int, *, laid_out: bool) -> bool:
         """Count a period for which HBM lacked `overflow` bytes; return whether a smaller budget may help."""
         self._periods += 1
-        if self._periods > LAID_OUT:  # before that, less overflows than will
+        if self._periods > (1 if laid_out else WITHOUT):  # before that what overflows has little to do with the plans
             self._spills, self._fits = (self._spills + 1, 0) if overflow else (0, self._fits + 1)
         if self._fits >= SURE:
             self._overflow = None

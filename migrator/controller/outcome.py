@@ -4,28 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch_tiers.migrator.model.timing import HostTime, IterationTime
 from torch_tiers.migrator.model.trace import Trace
-
-
-class Overflow(NamedTuple):
-    """What HBM had no room for in the allocator's last period, and which that was.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that it had to put elsewhere.
-    period : int or None
-        The number of the period, which may have several iterations; None where each iteration is one.
-    """
-
-    nbytes: int = 0
-    period: int | None = None
-
-
-FITS = Overflow()
 
 
 @dataclass(frozen=True)
@@ -49,6 +30,8 @@ class IterationOutcome:
         Whether the allocator had to flush its cache to stay within the budget.
     overflow : int
         Bytes for which HBM had no room in the allocator's last period, and which it had to put elsewhere.
+    laid_out : bool
+        Whether memory was laid out for that period, and it came so.
     ends_period : bool
         Whether no iteration before this one has told of that period.
     refused : bool
@@ -69,6 +52,7 @@ class IterationOutcome:
     resized: bool = False
     pressed: bool = False
     overflow: int = 0
+    laid_out: bool = True
     ends_period: bool = True
     refused: bool = False
     iteration_time: IterationTime | None = None

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.overflow import FITS
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.controller.outcome import FITS, Overflow
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.program import weights
@@ -254,7 +254,7 @@ class Runtime:
         for mover in saver.movers.armed:
             device = mover.engine.compute.device
             threads = max(1, sum(device in other.movers.by_device for other in self._savers))
-            overflow = FITS if pages is None else Overflow(pages.overflow(device) // threads, pages.periods)
+            overflow = FITS if pages is None else pages.overflow(device, threads)
             self._progress.note_unmanaged(mover.unmanaged)
             recorded = mover.recorder is not None
             if overflow.nbytes and not mover.plans.knows(overflow):
@@ -267,10 +267,9 @@ class Runtime:
                     self._refuse(error.out_of(mover.budget))
             if (mover.recorder is not None) != recorded:
                 self._progress.tell_timeline("learned" if recorded else "learns anew", device=str(device))
-        movers = saver.movers.armed
-        for mover in movers:
             if mover.plans.room.pays_back():
-                self._devices.pay_back(mover.engine.compute.device)
+                self._devices.pay_back(device)
+        movers = saver.movers.armed
         if pages is not None and (new := [mover for mover in movers if mover.plans.take_news()]):
             self._tell_pages(pages, saver, new)
         if changed and not self.closed:  # else they are never carried out

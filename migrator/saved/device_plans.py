@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.overflow import Overflow
 from torch_tiers.migrator.controller.kinds import is_of_another_size, is_of_no_kind
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.outcome import IterationOutcome, Overflow
+from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
@@ -107,6 +108,7 @@ class DevicePlans:
             resized=resized,
             pressed=pressed,
             overflow=overflow.nbytes,
+            laid_out=overflow.laid_out,
             ends_period=not told,
             refused=refused,
             iteration_time=iteration_time,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torch_tiers.allocator.overflow import FITS, Overflow
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.outcome import FITS, Overflow
 from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import Engine

@@ -9,9 +9,9 @@ import torch
 from tests.unit.by_hand import HandLane, StreamCompute
 from tests.unit.natively import built
 from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.overflow import Overflow
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.outcome import Overflow
 from torch_tiers.migrator.model.plan import PageGroup
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.engine import Engine

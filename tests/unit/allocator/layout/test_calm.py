@@ -133,7 +133,7 @@ def test_all_that_is_done_is_the_same_as_with_a_look_at_every_period(
                 elif what:
                     pages.expect_new_plans(GPU, sum(sizes), now=what == "news now")
                 pages.period_over()
-                seen.append((core.counts(), ledger.used("dram"), pages.spilled(GPU), pages.overflow(GPU)))
+                seen.append((core.counts(), ledger.used("dram"), pages.spilled(GPU), pages.overflow(GPU).nbytes))
         core.close()
         return seen, looks[0]
 

@@ -46,7 +46,7 @@ def test_weights_in_dram_are_not_taken_for_what_hbm_has_no_room_for(
     for _ in range(2):
         step(core, 4 * MiB)
         pages.period_over()
-        assert pages.overflow(GPU) == 0
+        assert pages.overflow(GPU).nbytes == 0
         assert not pages.spilled(GPU)
 
 
@@ -70,7 +70,7 @@ def test_weights_are_demoted_after_the_first_step_that_needs_their_room(
     assert sum(core.on(weight, DRAM) for weight in weights) >= NBYTES
     step(core, 24 * MiB, 24 * MiB)
     pages.period_over()
-    assert pages.overflow(GPU) == 0
+    assert pages.overflow(GPU).nbytes == 0
 
 
 def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCore, core: Core) -> None:
@@ -82,7 +82,7 @@ def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCor
     for _ in range(PATIENCE - 1):
         step(core, 24 * MiB, 48 * MiB)
         pages.period_over()
-    assert pages.overflow(GPU) > 0
+    assert pages.overflow(GPU).nbytes > 0
     assert core.on(state, HBM) == 0
 
 
@@ -137,7 +137,7 @@ def test_the_ends_of_weights_are_not_taken_for_what_hbm_has_no_room_for(pages: O
     pages.begin()
     for _ in range(2):
         pages.period_over()
-        assert pages.overflow(GPU) == 0
+        assert pages.overflow(GPU).nbytes == 0
 
 
 def test_what_an_earlier_step_has_left_mapped_in_dram_is_no_overflow(core: Core, pages: OnOneCore) -> None:
@@ -210,7 +210,7 @@ def test_what_an_evaluation_finds_says_nothing_of_the_periods(
     assert core.on(hot, DRAM) > 0
     for _ in range(PATIENCE - 1):
         residence.pass_over()
-    assert (pages.overflow(GPU), pages.spilled(GPU)) == (0, False)
+    assert (pages.overflow(GPU).nbytes, pages.spilled(GPU)) == (0, False)
     core.free(hot)
 
 

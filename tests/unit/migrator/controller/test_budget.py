@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,12 @@ from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.budget import (
     CUTS,
     GROWTHS,
-    LAID_OUT,
     PRESSED,
     SETTLING,
     SPILLS,
     SURE,
     TELLING,
+    WITHOUT,
     Budget,
 )
 from torch_tiers.migrator.controller.outcome import IterationOutcome
@@ -23,11 +24,9 @@ from torch_tiers.migrator.controller.outcome import IterationOutcome
 TARGET = 1000 * MiB
 
 
-def changes(
-    budget: Budget, peak: int = TARGET, *, pressed: bool = False, overflow: int = 0, ends_period: bool = True
-) -> bool:
-    """An iteration under a plan that was predicted to come to the target."""
-    outcome = IterationOutcome(None, peak, pressed=pressed, overflow=overflow, ends_period=ends_period)
+def changes(budget: Budget, peak: int = TARGET, **what: Any) -> bool:
+    """An iteration under a plan that was predicted to come to the target; for `what` see `IterationOutcome`."""
+    outcome = IterationOutcome(None, peak, **what)
     return budget.peak(outcome, TARGET, TARGET, may_grow=True)
 
 
@@ -44,19 +43,38 @@ def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> No
     assert not any(changes(budget, pressed=True) for _ in range(SETTLING))
 
 
-def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_settled() -> None:
+def overflows(budget: Budget, nbytes: int, *, before: int = 1) -> bool:
+    """Periods under new plans for which HBM lacked so much: `before` memory was laid out for them, and after that."""
+    laid_out = [False] * before + [True] * (SPILLS + 1)
+    return any([changes(budget, overflow=nbytes, laid_out=each) for each in laid_out])
+
+
+@pytest.mark.parametrize("before", range(WITHOUT - SPILLS))
+def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_memory_is_laid_out(before: int) -> None:
     budget = Budget(TARGET)
-    assert [changes(budget, overflow=10 * MiB) for _ in range(LAID_OUT + SPILLS)] == [
-        *[False] * (LAID_OUT + SPILLS - 1),
-        True,
-    ]
+    for _ in range(max(1, before)):
+        assert not changes(budget, overflow=10 * MiB, laid_out=False)
+    assert [changes(budget, overflow=10 * MiB) for _ in range(SPILLS)] == [*[False] * (SPILLS - 1), True]
     assert -40 * MiB < budget.correction < -10 * MiB
 
 
-def test_what_did_not_fit_before_memory_was_laid_out_or_once_in_a_while_takes_nothing_off_the_budget() -> None:
+def test_what_did_not_fit_once_in_a_while_takes_nothing_off_the_budget() -> None:
     budget = Budget(TARGET)
     for overflow in (9 * MiB, 9 * MiB, 0, 9 * MiB, 0, 9 * MiB, 0):
         assert not changes(budget, overflow=overflow)
+
+
+def test_a_period_in_which_the_layout_was_given_up_takes_nothing_off_the_budget() -> None:
+    """It overflowed by 2 GiB beside one that did by 16 MiB: that much of a budget of 19 lay idle from then on."""
+    budget = Budget(TARGET)
+    for laid_out, overflow in ((False, 0), (False, MiB), (False, 100 * MiB), *[(True, 0)] * 4):
+        assert not changes(budget, overflow=overflow, laid_out=laid_out)
+
+
+def test_what_never_fits_comes_off_the_budget_of_a_program_for_which_memory_is_never_laid_out() -> None:
+    budget = Budget(TARGET)
+    changed = [changes(budget, overflow=9 * MiB, laid_out=False) for _ in range(WITHOUT + SPILLS)]
+    assert changed == [*[False] * (WITHOUT + SPILLS - 1), True]
 
 
 def period(budget: Budget, overflow: int, iterations: int, *, stays: bool = False) -> list[bool]:
@@ -86,22 +104,6 @@ def test_a_cut_that_has_not_helped_is_not_repeated_within_a_period_either(iterat
     assert sum(changed) == 1
 
 
-@pytest.mark.parametrize("iterations", [1, 4])
-def test_until_memory_is_laid_out_no_period_tells_however_many_iterations_it_has(iterations: int) -> None:
-    """Nor does the one in which memory is first asked for in another order."""
-    budget = Budget(TARGET)
-    for _ in range(LAID_OUT + SPILLS - 1):
-        assert not any(period(budget, 9 * MiB, iterations))
-    assert any(period(budget, 9 * MiB, iterations))
-    budget = Budget(TARGET)
-    for _ in range(LAID_OUT):
-        period(budget, 0, iterations)
-    budget.rearranged()
-    for _ in range(SPILLS):
-        assert not any(period(budget, 9 * MiB, iterations))
-    assert any(period(budget, 9 * MiB, iterations))
-
-
 @pytest.mark.parametrize("iterations", [1, 2, 4, 8])
 def test_what_never_fits_is_cut_though_the_order_of_requests_changes_now_and_then(iterations: int) -> None:
     budget, changed = Budget(TARGET), False
@@ -117,7 +119,7 @@ def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -
     changed = 0
     for _ in range(20):
         budget.adopted()
-        changed += any([changes(budget, overflow=4 * MiB) for _ in range(LAID_OUT + SPILLS)])
+        changed += overflows(budget, 4 * MiB)
     assert changed == 1
 
 
@@ -127,7 +129,8 @@ def test_before_memory_is_laid_out_for_the_next_plan_nothing_tells_that_a_cut_ha
     changed = 0
     for _ in range(20):
         budget.adopted()
-        changed += any([changes(budget, overflow=each) for each in [0] * LAID_OUT + [4 * MiB] * SPILLS])
+        assert not any(changes(budget, laid_out=False) for _ in range(2))
+        changed += overflows(budget, 4 * MiB, before=0)
     assert changed == 1
 
 
@@ -137,11 +140,12 @@ def test_the_budget_is_cut_a_few_times_for_what_other_programs_and_streams_need(
     changed = 0
     for turn in range(40):
         overflow = 50 * MiB - turn * 512
-        changed += any([changes(budget, overflow=each) for each in [*[overflow] * (LAID_OUT + SPILLS), *[0] * fits]])
+        changed += overflows(budget, overflow)
+        assert not any(changes(budget) for _ in range(fits))
         budget.adopted()
     assert changed == CUTS
     budget.news()
-    assert any([changes(budget, overflow=MiB) for _ in range(LAID_OUT + SPILLS)])
+    assert overflows(budget, MiB)
 
 
 def test_what_the_iteration_before_a_plan_left_in_hbm_is_not_taken_off_its_budget() -> None:
