@@ -24,3 +24,9 @@ class Overflow(NamedTuple):
 
 
 FITS = Overflow()
+SLIGHT = 0.005  # of the budget
+
+
+def is_slight(in_dram: int, budget: int) -> bool:
+    """Whether operators hardly take longer for so many bytes that they read and write in DRAM instead of HBM."""
+    return in_dram <= SLIGHT * budget

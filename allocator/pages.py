@@ -21,7 +21,7 @@ from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.native import Core, is_off_sequence
 from torch_tiers.allocator.native.peaks import PeaksOfCore
 from torch_tiers.allocator.native.pytorch import adapter
-from torch_tiers.allocator.overflow import FITS, Overflow
+from torch_tiers.allocator.overflow import FITS, Overflow, is_slight
 from torch_tiers.allocator.sizes import GiB
 
 MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
@@ -212,6 +212,18 @@ class PageAllocator:
     def state_in_dram(self) -> int:
         """Bytes of optimizer state that lay in DRAM when the last period ended, on all GPUs."""
         return sum(periods.residence.state for periods in self._known.values())
+
+    @property
+    def lasting_overflow(self) -> int:
+        """Bytes for which there was no room in HBM in several periods in a row, the last one included, on all GPUs."""
+        residences = [periods.residence for periods in self._known.values()]
+        return sum(residence.overflow for residence in residences if residence.is_short)
+
+    @property
+    def reads_dram(self) -> bool:
+        """Whether operators read more in DRAM in each step than next to nothing, besides weights that are streamed."""
+        budget = sum(periods.core.counts().hbm_limit for periods in self._known.values())
+        return not is_slight(self.state_in_dram + self.lasting_overflow, budget)
 
     def overflow(self, device: torch.device, threads: int = 1) -> Overflow:
         """What HBM had no room for in the last period; of several `threads` each has caused as much."""

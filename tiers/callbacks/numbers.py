@@ -8,6 +8,7 @@ from typing import Any
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.assembly import Session
 from torch_tiers.planning.answer import Answer
+from torch_tiers.planning.in_dram import read_in_dram
 from torch_tiers.run_directory import by_iteration, step_seconds
 from torch_tiers.session import current
 
@@ -43,6 +44,6 @@ def _fraction(session: Session, stats: Mapping[str, Any]) -> float | None:
     step = step_seconds(stats)
     measured = step and step * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     peak, budget = stats["peak"]["hbm"], stats["budget"]["hbm"]
-    ideal = None if stats["state_in_dram"] else prediction.ideal
+    ideal = None if read_in_dram(stats) else prediction.ideal
     answer = Answer(None, peak, budget, ideal, prediction.seconds, measured, varies=False)
     return 1 / answer.times_as_long if answer.times_as_long else None

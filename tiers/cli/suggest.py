@@ -44,13 +44,13 @@ class SuggestVerb:
             )
         stats = _stats(found)
         allocator = stats.get("allocator", "pages")
-        needed, state = needed_of(trace, links, stats)
+        needed, in_dram = needed_of(trace, links, stats)
         free = FRAGMENTS if allocator == "torch" else LAYOUTS
-        made = offers(trace, needed, links, args.policy, free=free, below=below, state=state)
+        made = offers(trace, needed, links, args.policy, free=free, below=below, in_dram=in_dram)
         if args.json:
             print_json(to_json(needed, made))
         else:
-            print_tables(render(trace, needed, made, allocator, state))
+            print_tables(render(trace, needed, made, allocator, in_dram))
         return FAILED if best(made) is None else 0
 
 

@@ -11,6 +11,7 @@ from torch_tiers.allocator.sizes import format_at_least, format_size
 from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.planning.in_dram import read_in_dram
 from torch_tiers.planning.why import LATE, Why
 from torch_tiers.run_directory import step_range
 
@@ -30,7 +31,7 @@ class Answer:
         The peak of the whole run, and the budget, in bytes.
     ideal, predicted : float or None
         Seconds that an iteration is predicted to take with all that memory, and under the plan. The ideal is not known
-        where some of the state lay in DRAM: the optimizer's step was seen with it there alone.
+        where operators read in DRAM: they were seen so alone.
     measured : float or None
         Seconds that it took, in the median.
     varies : bool
@@ -39,6 +40,8 @@ class Answer:
         Bytes of `needs` that are of state and weights which lay in DRAM at the end.
     state_in_dram : int
         Those of the state.
+    in_dram : str
+        What operators read in DRAM in each step, in words; empty if next to nothing.
     share : str or None
         What the budget was of what the program needed at its first plan, if it was set so: ``60%``.
     most_took : tuple of float or None
@@ -56,6 +59,7 @@ class Answer:
     varies: bool
     demoted: int = 0
     state_in_dram: int = 0
+    in_dram: str = ""
     share: str | None = None
     most_took: tuple[float, float] | None = None
     without_gpu: bool = False
@@ -90,18 +94,19 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
     known = bool(why.result.ideal) and not why.varies
     step, parts = step_range(stats), stats["steps"] / max(stats["iterations"], stats["steps"], 1)
-    state = stats.get("state_in_dram", 0)  # of which earlier versions did not tell
+    lay_there = read_in_dram(stats)
     return Answer(
         # Of state and weights that lie in DRAM the trace knows nothing.
         needs(trace, links) + stats.get("demoted", 0) if trace.others else None,
         stats["peak"]["hbm"],
         stats["budget"]["hbm"],
-        why.result.ideal if known and not state else None,
+        why.result.ideal if known and not lay_there else None,
         why.predicted if known else None,
         why.measured or None,
         why.varies,
         stats.get("demoted", 0),
-        state,
+        stats.get("state_in_dram", 0),  # of which earlier versions did not tell
+        lay_there,
         stats.get("budget_share"),
         None if step is None else (step[0] * parts, step[1] * parts),
         stats["device"] == "cpu",
@@ -133,10 +138,8 @@ def in_short(answer: Answer) -> str:
     text = f"the program {needed}{ran}" if needed else ran
     times = answer.times_as_long
     if times is None:
-        of_state = (
-            f": {format_size(answer.state_in_dram)} of optimizer state lay in dram" if answer.state_in_dram else ""
-        )
-        return f"{text}; what the budget costs cannot be told{of_state}"
+        why = f": {answer.in_dram} lay in dram" if answer.in_dram else ""
+        return f"{text}; what the budget costs cannot be told{why}"
     good = "" if answer.of_predicted is None else f" ({_told(answer)})"
     return f"{text}; an iteration took {times:.2f} times as long as is predicted with all of that memory{good}"
 
@@ -168,8 +171,8 @@ def _time(answer: Answer) -> Iterator[str]:
         return
     if times is None or not answer.ideal:
         yield (
-            f"what the budget costs cannot be told, as {format_size(answer.state_in_dram)} of optimizer state lay in "
-            "dram in every step that was recorded; tiers bench measures it"
+            f"what the budget costs cannot be told, as {answer.in_dram} lay in dram in every step that was recorded; "
+            "tiers bench measures it"
         )
     elif measured is None or predicted > LATE * measured:
         yield f"an iteration is predicted to take {times:.2f} times as long as with all of that memory"

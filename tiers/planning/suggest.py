@@ -15,6 +15,7 @@ from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.compare import Candidate, Refused, compare
+from torch_tiers.planning.in_dram import read_in_dram
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """What plans may fill, as shares of what the program needs."""
@@ -59,17 +60,16 @@ class Offer:
         return None if self.speed else f"the plan fills {format_size(self.outcome.result.peak['hbm'])} of hbm"
 
 
-def needed_of(trace: Trace, links: Links, stats: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of HBM that an iteration needs with everything kept, and those of them that `offers` calls `state`.
+def needed_of(trace: Trace, links: Links, stats: Mapping[str, Any]) -> tuple[int, str]:
+    """Bytes of HBM that an iteration needs with everything kept, and what of them lay in DRAM: see `read_in_dram`.
 
-    Where there is any, weights that lay in DRAM count, too: of neither the trace knows anything.
+    Where state did, weights that lay there count, too: of neither the trace knows anything.
     """
-    state = stats.get("state_in_dram", 0)
-    return needs(trace, links) + (stats.get("demoted", 0) if state else 0), state
+    return needs(trace, links) + (stats.get("demoted", 0) if stats.get("state_in_dram") else 0), read_in_dram(stats)
 
 
 def offers(
-    trace: Trace, needed: int, links: Links, policy: str, *, free: float, below: int | None = None, state: int = 0
+    trace: Trace, needed: int, links: Links, policy: str, *, free: float, below: int | None = None, in_dram: str = ""
 ) -> list[Offer]:
     """Plan for several budgets, the largest first, up to the first in which the program does not fit.
 
@@ -81,12 +81,12 @@ def offers(
         The part of a budget that a run leaves free: TIERS_HBM is larger than what plans fill.
     below : int or None
         Bytes that the tiers below HBM hold, if that is known.
-    state : int
-        Bytes of `needed` that are optimizer state which lay in DRAM in the run. How long a step takes with less of it
-        there is not predicted, so only a budget for all of it is planned for.
+    in_dram : str
+        What of it lay in DRAM in the run. How long a step takes with less of that there is not predicted, so only a
+        budget for all of it is planned for.
     """
     made = list[Offer]()
-    for share in SHARES[:1] if state else SHARES:
+    for share in SHARES[:1] if in_dram else SHARES:
         planned = int(share * needed)
         (outcome,) = compare(trace, planned, links, (policy,), below).values()
         made.append(Offer(round_up(int(planned / (1 - free)), MiB), planned, share, outcome))  # it is to be typed
@@ -122,9 +122,9 @@ def to_json(needed: int, made: Sequence[Offer]) -> dict[str, Any]:
 
 
 def render(
-    trace: Trace, needed: int, made: Sequence[Offer], allocator: str, state: int = 0
+    trace: Trace, needed: int, made: Sequence[Offer], allocator: str, in_dram: str = ""
 ) -> Iterator[RenderableType]:
-    """The curve as a table, and the command to copy, with that TIERS_ALLOCATOR; `state` as in `offers`."""
+    """The curve as a table, and the command to copy, with that TIERS_ALLOCATOR; `in_dram` as in `offers`."""
     yield f"with everything kept an iteration is predicted to need {format_at_least(needed)} of hbm"
     if trace.varies:
         yield "iterations differ from step to step: this is for the largest one recorded, and speeds are uncertain"
@@ -141,16 +141,16 @@ def render(
         table.add_row(*row)
     yield table
     yield "speeds are predicted; 1.000 is that with all of this memory; a run leaves a part of TIERS_HBM free"
-    if state:
+    if in_dram:
         yield (
-            f"in the run {format_size(state)} of that, of optimizer state, lay in dram: what less hbm costs such a "
-            "program is not predicted, tiers bench measures it; suggested is room for all of it"
+            f"in the run {in_dram} lay in dram: what less hbm costs such a program is not predicted, tiers bench "
+            "measures it; suggested is room for all of it"
         )
     if made and made[-1].why_not is not None:
         yield f"{format_size(made[-1].budget)} is too small: {made[-1].why_not}"
     if suggested is None:
         yield "none of these budgets is enough: make the batch smaller"
         return
-    if not state:
+    if not in_dram:
         yield f"suggested: the smallest of these with at least {FAST:.0%} of the best speed"
     yield f"TIERS_ALLOCATOR={allocator} TIERS_HBM={suggested.budget // MiB}MiB python YOUR_PROGRAM"

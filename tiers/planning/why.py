@@ -16,6 +16,7 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import where_fullest
 from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.planning.in_dram import read_in_dram
 from torch_tiers.run_directory import by_iteration, step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left
@@ -65,8 +66,8 @@ class Why:
         What would help, where something would.
     varies : bool
         Sizes change from step to step: nothing is predicted of what one takes.
-    state : int
-        Bytes of optimizer state that lay in DRAM, in the iteration with everything kept, too: that is no ideal.
+    in_dram : str
+        What operators read in DRAM, in the iteration with everything kept, too: that is no ideal.
     """
 
     actions: tuple[Action, ...]
@@ -76,7 +77,7 @@ class Why:
     fullest: str
     hints: tuple[str, ...]
     varies: bool = False
-    state: int = 0
+    in_dram: str = ""
 
     @property
     def predicted(self) -> float:
@@ -92,8 +93,8 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     actions = tuple(_actions(trace, plan))
     streaming = by_iteration(stats)[1]["weights"] if "weights" in stats.get("stalls", {}) else 0.0
     hints = tuple(_hints(trace, plan, result, streaming, measured, stats))
-    fullest, state = where_fullest(trace, result.hbm), stats.get("state_in_dram", 0)
-    return Why(actions, result, streaming, measured, fullest, hints, trace.varies, state)
+    fullest = where_fullest(trace, result.hbm)
+    return Why(actions, result, streaming, measured, fullest, hints, trace.varies, read_in_dram(stats))
 
 
 def to_json(why: Why) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def to_json(why: Why) -> dict[str, Any]:
     return {
         "actions": [{"what": d.what, "sites": d.sites, "bytes": d.nbytes, "seconds": d.seconds} for d in why.actions],
         "sizes_change": why.varies,
-        "ideal_s": None if why.varies or why.state else result.ideal,
+        "ideal_s": None if why.varies or why.in_dram else result.ideal,
         "recomputing_s": None if why.varies else result.recomputing,
         "stalls_s": None if why.varies else dict(result.stalls),
         "beside_lanes_s": None if why.varies else result.slowed,
@@ -131,7 +132,7 @@ def render(why: Why) -> Iterator[RenderableType]:
             "and what a step takes is not predicted"
         )
     elif result.ideal:
-        kept, whole = ("everything kept", "kept = 100%") if why.state else ("everything kept (ideal)", "ideal = 100%")
+        kept, whole = ("everything kept", "kept = 100%") if why.in_dram else ("everything kept (ideal)", "ideal = 100%")
         table = Table("part", "time", whole, title="an iteration, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
         parts = {kept: result.ideal, "recomputing": result.recomputing, **stalls}
@@ -175,12 +176,9 @@ def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
 def _hints(
     trace: Trace, plan: Plan, result: Simulated, streaming: float, measured: float | None, stats: dict[str, Any]
 ) -> Iterator[str]:
-    others, budget, state = max(trace.others, default=0), stats["budget"]["hbm"], stats.get("state_in_dram", 0)
-    if state:
-        yield (
-            f"the optimizer's step reads and writes {format_size(state)} of its state over the link, and all times "
-            "here include that: more hbm helps"
-        )
+    others, budget = max(trace.others, default=0), stats["budget"]["hbm"]
+    if lay_there := read_in_dram(stats):
+        yield f"operators read and write {lay_there} over the link, and all times here include that: more hbm helps"
     if budget and others > CROWDED * budget:
         yield (
             f"{format_size(others)} of the budget are weights, gradients, optimizer state and the work of a layer: "

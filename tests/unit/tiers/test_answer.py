@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.modelled import gpt
 from tests.unit.tiers.test_cli import STATS
-from torch_tiers.allocator.sizes import GiB, format_at_least
+from torch_tiers.allocator.sizes import GiB, MiB, format_at_least
 from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.trace import Trace
@@ -64,7 +64,18 @@ def test_where_optimizer_state_lay_in_dram_no_step_tells_what_that_costs() -> No
     assert "ms as measured" in text(given)
     assert "cannot be told: 7.0 GiB of optimizer state lay in dram" in in_short(given)
     assert to_json(account)["ideal_s"] is None
-    assert any("reads and writes 7.0 GiB of its state over the link" in hint for hint in account.hints)
+    assert any("read and write 7.0 GiB of optimizer state over the link" in hint for hint in account.hints)
+
+
+def test_where_hbm_had_no_room_for_the_work_of_a_layer_no_step_tells_what_that_costs() -> None:
+    """A graph attention took 2.9 times plain's step, as it was recorded with 2.4 GiB of one operator's in DRAM."""
+    stats: dict[str, Any] = {**STATS, "step_s": {"median": RESULT.seconds}, "budget": {"hbm": 8 * GiB}}
+    for overflow, known in ((2 * GiB, False), (8 * MiB, True)):
+        account = why(MODEL, PLAN, PCIE_GEN5, stats | {"overflow": overflow})
+        given = answer_of(MODEL, PCIE_GEN5, stats | {"overflow": overflow}, account)
+        assert (given.times_as_long is not None) is known
+        assert ("cannot be told, as 2.0 GiB that hbm had no room for lay in dram" in text(given)) is not known
+        assert (to_json(account)["ideal_s"] is not None) is known
 
 
 def test_before_anything_was_measured_the_prediction_counts() -> None:

@@ -10,7 +10,7 @@ from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.suggest import FAST, Offer, best
 
 
-def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | None, state: int = 0) -> Section:
+def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | None, in_dram: str = "") -> Section:
     """Return the section for what several budgets come to.
 
     Parameters
@@ -21,8 +21,8 @@ def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | Non
         The budget of the run in bytes.
     times_as_long : float or None
         How many times as long an iteration took in it as with all the HBM that it needs.
-    state : int
-        Bytes of optimizer state that lay in DRAM: what less HBM costs is not predicted then.
+    in_dram : str
+        What operators read in DRAM; unless that is empty, what less HBM costs is not predicted.
     """
     name, title = "budgets", "Speed over budget"
     if isinstance(made, str):
@@ -69,10 +69,10 @@ def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | Non
     axes.set(xlabel=f"TIERS_HBM in {unit_name}", ylabel="fraction of the ideal speed", ylim=(0, 1.08))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
-    if state:
+    if in_dram:
+        lay = in_dram[0].upper() + in_dram[1:]
         said.append(
-            f"{format_size(state)} of optimizer state lay in dram: what less hbm costs such a program is not "
-            "predicted, and tiers bench measures it."
+            f"{lay} lay in dram: what less hbm costs such a program is not predicted, and tiers bench measures it."
         )
     elif suggested is not None:
         said.append(

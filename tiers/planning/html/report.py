@@ -16,6 +16,7 @@ from torch_tiers.planning.html.planned import NO_PLAN, Planned
 from torch_tiers.planning.html.prediction import prediction
 from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.html.steps import steps
+from torch_tiers.planning.in_dram import read_in_dram
 from torch_tiers.planning.suggest import Offer, needed_of, offers
 
 
@@ -42,7 +43,7 @@ def sections(stats: Mapping[str, Any], history: History | str, plan: Planned | N
             _offers(plan, stats),
             budget,
             None if plan is None else plan.answer.times_as_long,
-            stats.get("state_in_dram", 0),
+            read_in_dram(stats),
         ),
     ]
 
@@ -60,5 +61,5 @@ def _offers(of: Planned | None, stats: Mapping[str, Any]) -> list[Offer] | str:
     free = FRAGMENTS if stats["allocator"] == "torch" else LAYOUTS
     dram = stats["budget"].get("dram")
     below = None if dram is None else dram + (stats["budget"]["nvme"] or 0)
-    needed, state = needed_of(trace, links, stats)
-    return offers(trace, needed, links, policy, free=free, below=below, state=state)
+    needed, in_dram = needed_of(trace, links, stats)
+    return offers(trace, needed, links, policy, free=free, below=below, in_dram=in_dram)

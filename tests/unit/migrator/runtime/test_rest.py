@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_tiers as tiers
 from torch_tiers import paging
+from torch_tiers.allocator.overflow import Overflow
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.outcome import IterationOutcome
@@ -30,6 +31,8 @@ class Pages:
 
     overflowed = 0
     state_in_dram = 0
+    lasting_overflow = 0
+    reads_dram = False
     news = 0
     periods = 0
     lender: Callable[[int], int] | None = None
@@ -52,8 +55,8 @@ class Pages:
     def state(self, on: bool, room: object) -> None:
         pass
 
-    def overflow(self, device: torch.device) -> int:
-        return self.overflowed
+    def overflow(self, device: torch.device, threads: int = 1) -> Overflow:
+        return Overflow(self.overflowed // threads, self.periods)
 
     def is_short(self, device: torch.device) -> bool:
         return self.overflowed > 0

@@ -1,0 +1,22 @@
+"""What of a run lay in DRAM in its steps, so that nobody saw what they take without that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_tiers.allocator.overflow import is_slight
+from torch_tiers.allocator.sizes import format_size
+
+
+def read_in_dram(stats: Mapping[str, Any]) -> str:
+    """Return what operators read and wrote in host memory in each step, in words; empty if it was next to nothing.
+
+    All times that were recorded have that in them. Weights that are streamed do not count: the time for them is known.
+    """
+    state, overflow = (stats.get(name, 0) for name in ("state_in_dram", "overflow"))  # earlier versions lack them
+    if not (state or overflow) or is_slight(state + overflow, stats["budget"]["hbm"]):
+        return ""
+    parts = [f"{format_size(state)} of optimizer state"] if state else []
+    parts += [f"{format_size(overflow)} that hbm had no room for"] if overflow else []
+    return " and ".join(parts)
