@@ -37,7 +37,7 @@ class PlansInForce:
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
         self._budget = budget
         self._warned = warned
-        self._relieve = relieve
+        self._relieve, self._relieved = relieve, False
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -85,7 +85,8 @@ class PlansInForce:
     def relieve_or_warn(self) -> bool:
         """Return whether there will be room for other plans, if these exceed the budget; if there will not, warn."""
         exceeds = max((each.exceeds for each in self.planned), default=0)
-        if exceeds and self._relieve(exceeds):
+        if exceeds and not self._relieved and self._relieve(exceeds):
+            self._relieved = True  # once: plans that exceed it with that room are what there is
             return True
         self._say_refused()
         return False

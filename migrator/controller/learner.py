@@ -48,13 +48,11 @@ class Learner:
     links : Links
         Bandwidths that the policy assumes.
     submit : callable
-        Runs a job that takes longer than some milliseconds. Its plans are adopted at the end of the iteration in which
-        they are ready.
+        Runs a job that takes longer than some milliseconds; its plans are adopted at the end of an iteration.
     recordings : int
         Iterations that are recorded before the first plan; see `migrator.model.timing`.
     must_fit : bool
-        Whether a target that no plan meets is an error. If the allocator can put the excess elsewhere, the plan that
-        comes closest is executed, with one warning.
+        Whether a target that no plan meets is an error; else the plan that comes closest is executed, with a warning.
     budget : int, optional
         The user's budget, of which the target is a part; errors name it. By default the target.
     plan_cache : PlanCache, optional
@@ -98,6 +96,7 @@ class Learner:
         self._whole = False  # whether any iteration was
         self._afresh = False  # whether something was recorded since plans were taken over
         self._due = False  # whether plans are to be asked for, for what was recorded
+        self._relieved = False  # whether the next forward makes room for other plans
 
     @property
     def records_next(self) -> bool:
@@ -169,6 +168,9 @@ class Learner:
                 self._record_anew()
         had_plans = bool(self.plans)  # in the iteration that is over: without a plan nothing is foreseen
         changed = self._adopt()
+        if self._relieved and not changed:  # the iteration that is over may have begun before that
+            self._relieved, trace = False, None
+            self._record_anew()
         if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
         if not (outcome.whole or self._iterations - self._begun >= PATIENCE):
@@ -262,8 +264,7 @@ class Learner:
     def relink(self, links: Links) -> bool:
         """Plan with other `links` from now on, corrected as before; return whether `plans` changed.
 
-        The present plans hold until others are ready. While others use the memory bus they stay if the new ones are no
-        better. When these are gone, plans are what they would be without them.
+        The present plans hold until others are ready, and stay if these are no better while others use the memory bus.
 
         Raises
         ------
@@ -346,5 +347,4 @@ class Learner:
         self._feedback.adopted()
         for each in self._in_force.planned:
             log.info("iteration %d, plan by %s: %s", self._iterations, each.plan.policy, each)
-        if self._in_force.relieve_or_warn():
-            self._record_anew()
+        self._relieved = self._in_force.relieve_or_warn()

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.recompute.trials import Trials
 from torch_tiers.migrator.recompute.verified import Verified
+from torch_tiers.migrator.recording.operands import Beside, Operands
 from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.recording.storages import Known
 from torch_tiers.migrator.streams import Meter
@@ -100,9 +102,8 @@ class Recorder:
         self._stays: set[int] = set()  # storages that the graph holds, who knows how often
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
         self._was_held: list[_Held] = []
-        self._operator: object = None  # of the backward: that asked last, and for what, at which positions
-        self._operands: dict[int, tuple[Known, int]] = {}
-        self._beside: list[tuple[Known, int, int]] = []  # asked for at one position, in use from another on
+        self._operands = Operands(-1)  # of the operator of backward that asked last
+        self._beside: list[Beside] = []
         self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
         self._before: list[weakref.ref[Record]] = []  # the same of the one before
         self.trials = Trials(meter, verified, refused) if meter is not None and tries else None
@@ -124,13 +125,13 @@ class Recorder:
         position = self.advance()
         if self._meter is None:
             return position
-        if (operator := _operator()) is not self._operator:
-            self._operator, self._operands = operator, {}
-        for other, asked in self._operands.values():
-            if other.saved is not None and other.saved.group.counted:
-                self._beside.append((other, asked, position))
-        if known is not None:
-            self._operands[known.ident] = known, position
+        # Its number, as whoever has the operator itself has all of its graph.
+        operator: Any = _operator()
+        number = -1 if operator is None else operator._sequence_nr()
+        if number != self._operands.operator:
+            self._beside += self._operands.beside()
+            self._operands = Operands(number)
+        self._operands.ask(known, position)
         return position
 
     def arrive(self, *, outside: bool = False) -> None:
@@ -227,6 +228,7 @@ class Recorder:
         if self._meter is not None:
             self._meter.abandon()
         self._meter = self.trials = None
+        self._operands = Operands(-1)
 
     def _follow(self, known: Known, entry: _Entry) -> None:
         parts = self._followed.setdefault(known.cdata, {})
@@ -276,6 +278,7 @@ class Recorder:
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}
         self._meter = self.trials = None  # graphs that live on have nothing more to tell
+        self._operands = Operands(-1)
         self.verified = {site.key: recipes[site.storage][1] for site in sites if site.storage in recipes}
         trace = Trace(
             tuple(sites),
@@ -291,7 +294,10 @@ class Recorder:
     def _held_besides(self) -> tuple[list[int], dict[int, int]]:
         """Return what `Meter.finish` is to be told of storages in use besides, and `Trace.held`."""
         change, held = [0] * (self._position + 2), dict[int, int]()
-        last_uses = {entry.known.ident: entry.uses[-1] for entry in self._entries if entry.known and entry.uses}
+        last_uses: dict[int, int] = {}
+        for entry in self._entries:
+            if entry.known and entry.uses:
+                last_uses[entry.known.ident] = max(entry.uses[-1], last_uses.get(entry.known.ident, 0))
         for each in self._was_held:
             nbytes = each.known.high - each.known.low
             if each.key in self._outlived:
@@ -305,11 +311,10 @@ class Recorder:
             if each.away is not None and each.end > each.away:
                 change[each.away] += nbytes
                 change[each.end] -= nbytes
-        for known, asked, with_what in self._beside:
-            # Its group is resident until all of that was asked for; `Trace.others` has it after its own last use.
-            if last_uses[known.ident] == asked:
-                change[with_what + 1] -= known.high - known.low
-                change[with_what + 2] += known.high - known.low
+        for known, asked, until in (*self._beside, *self._operands.beside()):
+            if last_uses[known.ident] == asked:  # from the position after that on `Trace.others` has it
+                change[until + 1] -= known.high - known.low
+                change[until + 2] += known.high - known.low
         return change[:-1], held
 
 

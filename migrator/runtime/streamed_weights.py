@@ -70,7 +70,8 @@ class StreamedWeights:
         self._counters = counters
         self._moving = moving
         self._substitutes = cache(lambda: options().substitutes())  # which takes long, and may be refused
-        self.relieved: set[torch.device] = set()  # where frozen weights give way to all else, for which no plan fits
+        # Frozen weights that give way to all else, for which no plan fits: by identity.
+        self._giving_way: dict[torch.device, set[int]] = {}
         self._eligible: dict[torch.device, list[Weight]] = {}  # that may be streamed
         self._streamed: dict[torch.device, set[Weight]] = {}  # of these, what the streamers were given
 
@@ -86,19 +87,26 @@ class StreamedWeights:
             if may_lie_in_dram(device, self._options().pages()):
                 self._choose(device, found.get(device, {}))
 
-    def relieve(self, device: torch.device, nbytes: int) -> bool:
-        """Have the frozen weights of a device streamed from the next choice on; return whether they will be.
+    def give_way(self, device: torch.device, nbytes: int) -> bool:
+        """Have the frozen weights of a device streamed from the next choice on; return whether they are then.
 
         They are if that leaves half of `nbytes` or more. Weights that train are not: optimizers write them, and their
         state gives way before.
         """
-        if device in self.relieved or device in self.streamers or not may_lie_in_dram(device, self._options().pages()):
+        if device in self._giving_way:  # of several threads another has asked
+            return True
+        if device in self.streamers or not may_lie_in_dram(device, self._options().pages()):
             return False
-        frozen = [weight.nbytes for weight in self._frozen(device, self._by_device().get(device, {}))]
-        if 2 * (sum(frozen) - buffer_bytes(frozen, self._options().hbm(device))) < nbytes:
+        frozen = self._frozen(device, self._by_device().get(device, {}))
+        sizes = [weight.nbytes for weight in frozen]
+        if 2 * (sum(sizes) - buffer_bytes(sizes, self._options().hbm(device))) < nbytes:
             return False
-        self.relieved.add(device)
+        self._giving_way[device] = _identities(frozen)
         return True
+
+    def give_way_no_more(self) -> None:
+        """Choose by what weights take alone, until somebody says again that no plan fits."""
+        self._giving_way.clear()
 
     def _frozen(self, device: torch.device, weights: Mapping[Weight, Tensor]) -> list[Weight]:
         return [weight for weight in self._may_be(device, weights) if not weights[weight].requires_grad]
@@ -128,12 +136,13 @@ class StreamedWeights:
         budget = self._options().hbm(device)
         needed = of_program.bytes_on(device, self._models.tensors())  # with buffers
         needed += of_program.bytes_on(device, self._models.trained())  # their gradients
-        fits = fit(needed, budget)
-        if fits and device not in self.relieved:
-            eligible = []
+        if fit(needed, budget):
+            giving_way = self._giving_way.get(device, set())
+            eligible = [weight for weight in self._frozen(device, weights) if weight.identity in giving_way]
         else:
-            eligible = self._frozen(device, weights) if fits else self._may_be(device, weights)
+            eligible = self._may_be(device, weights)
         if not eligible:
+            self._giving_way.pop(device, None)
             self._end(device, promote=True)  # a model is gone, perhaps, and HBM holds those that are left
             return
         if _identities(eligible) == _identities(self._eligible.get(device, ())) and self.are_whole:

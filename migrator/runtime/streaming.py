@@ -145,24 +145,26 @@ class Streaming:
         with self._entering:
             changes = self._models.add(module, trains=torch.is_grad_enabled()) or self._budget_changed
             if changes:
+                self._budget_changed = False  # first: another thread may say so from here on
                 try:
                     self._weights.choose()
                 except BaseException:  # an interrupt, perhaps
                     self._models.forget(module)
+                    self._budget_changed = True
                     raise
-                self._budget_changed = False
                 key = id(module)
                 self._seen[key] = weakref.ref(module, lambda _: self._gone(key))
         return changes
 
     def budget_changed(self) -> None:
         """Take note that a device has another budget: what is streamed is chosen anew when the next forward begins."""
-        self._weights.relieved.clear()
+        self._weights.give_way_no_more()
         self._budget_changed = True
 
     def relieve(self, device: torch.device, nbytes: int) -> bool:
         """Stream frozen weights when the next forward begins, as HBM lacks so many bytes; return whether that helps."""
-        self._budget_changed |= (helps := self._weights.relieve(device, nbytes))
+        if helps := self._weights.give_way(device, nbytes):
+            self._budget_changed = True
         return helps
 
     def _gone(self, key: int) -> None:

@@ -60,10 +60,19 @@ class Recorder:
         self._native.end()
         self._compiled.remove(TAPE)
 
+    @contextmanager
+    def with_views(self) -> Iterator[None]:
+        """Record views, too, in this scope: with them what is `listed` is all that ran. Nobody else records then."""
+        self._native.show_views(True)
+        try:
+            yield
+        finally:
+            self._native.show_views(False)
+
     def listed(self) -> list[tuple[str, list[tuple[int, ...]]]] | None:
         """The operators so far, each with the shapes of what it returned; None where nothing is recorded, or not truly.
 
-        Of what is no plain tensor there is no shape.
+        Without views, unless these are recorded. Of what is no plain tensor there is no shape.
         """
         return self._native.listed()
 

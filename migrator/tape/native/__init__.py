@@ -29,6 +29,9 @@ class Recorder(Protocol):
     def install(self) -> None:  # noqa: D102
         ...
 
+    def show_views(self, on: bool, /) -> None:  # noqa: D102
+        ...
+
     def begin(self) -> bool:  # noqa: D102
         ...
 

@@ -67,6 +67,14 @@ PyObject *install_(PyObject *, PyObject *) {
   });
 }
 
+// show_views(on): whether views come by from now on, of all threads; see `interceptor.h`.
+PyObject *show_views_(PyObject *, PyObject *on) {
+  return answer([&] {
+    show_views(PyObject_IsTrue(on) == 1);
+    return none();
+  });
+}
+
 // begin(): record what this thread does from now on; whether nobody else is recording.
 PyObject *begin(PyObject *, PyObject *) {
   return answer([&] {
@@ -217,6 +225,7 @@ PyObject *renew(PyObject *, PyObject *const *args, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"install", install_, METH_NOARGS, nullptr},
+    {"show_views", show_views_, METH_O, nullptr},
     {"begin", begin, METH_NOARGS, nullptr},
     {"end", end, METH_NOARGS, nullptr},
     {"pause", pause, METH_NOARGS, nullptr},

@@ -54,7 +54,8 @@ def test_a_forward_is_recorded_as_a_mode_sees_it(recorder: Recorder, name: str) 
     with Listing() as listing:
         expected = forward_of(program, lambda: [*listing.calls])
     program = after_two_steps(name)  # as what a step does may depend on weights
-    recorder.begin()
-    found = forward_of(program, recorder.listed)
-    recorder.stop()
+    with recorder.with_views():
+        recorder.begin()
+        found = forward_of(program, recorder.listed)
+        recorder.stop()
     assert found == expected

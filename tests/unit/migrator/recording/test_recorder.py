@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -250,6 +252,16 @@ def test_what_two_modules_save_is_held_once() -> None:
     assert max(meter.held) == NBYTES
 
 
+@dataclass
+class Operator:
+    """An operator of backward, of such a number."""
+
+    number: int
+
+    def _sequence_nr(self) -> int:
+        return self.number
+
+
 @pytest.mark.parametrize(("one_operator", "resident"), [(True, True), (False, True), (True, False)])
 def test_what_an_operator_of_backward_asked_for_is_in_use_until_it_has_asked_for_all_that_it_needs(
     *, one_operator: bool, resident: bool, monkeypatch: pytest.MonkeyPatch
@@ -264,12 +276,43 @@ def test_what_an_operator_of_backward_asked_for_is_in_use_until_it_has_asked_for
     first, second = recorder.save("mul:0", large), recorder.save("mul:1", known(storages, y))
     assert first and second
     operators = iter([1, 1 if one_operator else 2])
-    monkeypatch.setattr(module, "_operator", lambda: next(operators))
+    monkeypatch.setattr(module, "_operator", lambda: Operator(next(operators)))
     first.used()
     second.used()
     recorder.trace()
     # Four positions: in the stretch after the last the product is computed, and the group counts as resident.
     assert meter.held == [0, 0, 0, 0, -NBYTES if one_operator and resident else 0]
+
+
+def test_what_several_operators_of_backward_ask_for_is_in_use_beside_the_last_of_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a product of two layers of the same input: backward runs in the other order than tensors were saved in."""
+    meter = FakeMeter()
+    recorder, storages = Recorder(set(), meter), built().Storages()  # type: ignore[arg-type]
+    x, y = tensor(), tensor(2 * NBYTES)
+    shared, other = moved(known(storages, x), State.HOME), known(storages, y)
+    assert shared.saved
+    shared.saved.group.counted = NBYTES
+    saved = [recorder.save(f"net:{k}", each) for k, each in enumerate((shared, other, shared, other))]
+    operators = iter([2, 2, 1, 1])
+    monkeypatch.setattr(module, "_operator", lambda: Operator(next(operators)))
+    for record in (saved[2], saved[3], saved[0], saved[1]):
+        assert record
+        record.used()
+    recorder.trace()
+    assert meter.held == [0] * 8 + [-NBYTES], "in the first product it counts as in use already"
+
+
+def test_a_recording_holds_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that backward left whole was held for ever: with its leaves, the recorder itself."""
+    recorder, operator = Recorder(set(), FakeMeter()), Operator(1)  # type: ignore[arg-type]
+    record = recorder.save("a:0", known(built().Storages(), tensor()))
+    assert record
+    monkeypatch.setattr(module, "_operator", lambda: operator)
+    before = sys.getrefcount(operator)
+    record.used()
+    assert sys.getrefcount(operator) == before
 
 
 class Looked:

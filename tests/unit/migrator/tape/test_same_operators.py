@@ -22,10 +22,11 @@ def program(request: pytest.FixtureRequest) -> Program:
 
 
 def recorded(recorder: Recorder, program: Program) -> list[Call]:
-    recorder.begin()
-    step(program)
-    calls = recorder.listed()
-    recorder.stop()
+    with recorder.with_views():
+        recorder.begin()
+        step(program)
+        calls = recorder.listed()
+        recorder.stop()
     assert calls is not None
     return calls
 
