@@ -79,8 +79,7 @@ int main(int, char **arguments) {
     tn_mark(core, nullptr);
     uint64_t count = bytes.size();
     if (period == 1 && count)
-      check(
-          tn_set_layout(core, 0, 1, &count, bytes.data(), bytes.data(), offsets.data(), costs.size(), costs.data()));
+      check(tn_set_layout(core, 0, 1, &count, bytes.data(), bytes.data(), offsets.data(), costs.size(), costs.data()));
     if (period == 2) tn_get_stats(core, &before);
     for (const Event &event : events) {
       for (size_t at = 0; at < elsewhere.size(); at += 64) ++elsewhere[at];

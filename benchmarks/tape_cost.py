@@ -63,9 +63,13 @@ def paused(recorder: Recorder, operate: Operate, count: int) -> float:
 
 
 def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> dict[str, float]:
-    """Microseconds an operator, by way; and how many operators."""
+    """Microseconds an operator, by way, views among them; and how many operators."""
     best: dict[str, float] = {}
-    operators = 1
+    with recorder.with_views():
+        recorder.begin()
+        operate()
+        operators = len(recorder.listed() or [])
+        recorder.stop()
 
     def note(way: str, value: float) -> None:
         best[way] = min(best.get(way, value), value)
@@ -81,12 +85,8 @@ def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> di
             recorder.begin()
             note("paused", paused(recorder, operate, max(1, count // 4)))
             note(way, seconds(operate, count))
-            recorded = recorder.listed()
             recorder.stop()
-            assert recorded is not None
-            operators = len(recorded)
-    each = operators / count
-    return {way: value / each * 1e6 for way, value in best.items()} | {"operators": each}
+    return {way: value / operators * 1e6 for way, value in best.items()} | {"operators": operators}
 
 
 def begin(about: str | None, count: int) -> tuple[Recorder, argparse.Namespace]:
