@@ -23,7 +23,7 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.match import check_match
 
-FORMAT = 2
+FORMAT = 3
 KINDS = 8  # of iterations, at most
 
 
@@ -69,6 +69,8 @@ class CachedPlans:
         The assumed bandwidths, before any correction.
     static : int
         Bytes in use between two iterations.
+    relieved : int
+        Bytes of other room in HBM that was made for the plans; see `PlansInForce`.
     """
 
     traces: tuple[Trace, ...]
@@ -76,6 +78,7 @@ class CachedPlans:
     corrections: Corrections
     links: Links
     static: int
+    relieved: int = 0
 
     def holds_for(self, links: Links, static: int, tolerance: int) -> bool:
         """Return whether they apply to these links, with `static` bytes in use within the `tolerance`."""
@@ -100,6 +103,7 @@ class CachedPlans:
             "links": {lane: getattr(self.links, lane) for lane in LANES},
             "below": [self.links.below, self.links.dram],
             "static": self.static,
+            "relieved": self.relieved,
         }
         return json.dumps(data)
 
@@ -124,7 +128,8 @@ class CachedPlans:
             if not plan.keep.keys() <= trace.by_key.keys():
                 raise ValueError("a plan keeps sites that its trace has not")
         corrections = _corrections(value_of(data, "corrections"))
-        return cls(traces, plans, corrections, _links(data), whole(value_of(data, "static"), "static"))
+        static, relieved = (whole(value_of(data, name), name) for name in ("static", "relieved"))
+        return cls(traces, plans, corrections, _links(data), static, relieved)
 
 
 class PlanCache(Protocol):

@@ -37,7 +37,8 @@ class PlansInForce:
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
         self._budget = budget
         self._warned = warned
-        self._relieve, self._relieved = relieve, False
+        self.relieved = 0  # bytes of other room in HBM that was made for plans, as none fitted without
+        self._relieve = relieve
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -72,9 +73,18 @@ class PlansInForce:
         return differ
 
     def begin(
-        self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], recorded: tuple[Trace, ...]
+        self,
+        planned: tuple[PlannedIteration, ...],
+        traces: tuple[Trace, ...],
+        recorded: tuple[Trace, ...],
+        relieved: int = 0,
     ) -> None:
-        """Have these plans from now on, for traces with corrected times and as they were recorded."""
+        """Have these plans from now on, for traces with corrected times and as they were recorded.
+
+        They were made with so many bytes `relieved`.
+        """
+        if relieved and not self.relieved and self._relieve(relieved):
+            self.relieved = relieved
         self.planned, self.traces, self.recorded = planned, traces, recorded
         self.iterations, self.any_yet = 0, True
 
@@ -85,8 +95,9 @@ class PlansInForce:
     def relieve_or_warn(self) -> bool:
         """Return whether there will be room for other plans, if these exceed the budget; if there will not, warn."""
         exceeds = max((each.exceeds for each in self.planned), default=0)
-        if exceeds and not self._relieved and self._relieve(exceeds):
-            self._relieved = True  # once: plans that exceed it with that room are what there is
+        # Once: plans that exceed the budget with that room are what there is.
+        if exceeds and not self.relieved and self._relieve(exceeds):
+            self.relieved = exceeds
             return True
         self._say_refused()
         return False

@@ -202,7 +202,7 @@ class Learner:
         self._feedback.resume(found.corrections)
         self._recordings.resume(found.traces)
         request = self._feedback.request(found.traces)
-        self._in_force.begin(predict_all(found.plans, request), request.traces, found.traces)
+        self._in_force.begin(predict_all(found.plans, request), request.traces, found.traces, found.relieved)
         self._begin()
         log.info("iteration %d, begins with cached plans of an earlier run", self._iterations)
         self._cached.begun(found.plans, trace)

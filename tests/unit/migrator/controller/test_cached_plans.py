@@ -201,3 +201,26 @@ def test_a_plan_for_drives_is_not_begun_with_where_there_are_none(cache: Kept) -
         replace(plan, groups=tuple(replace(group, tier="nvme") for group in plan.groups)) for plan in found.plans
     ]
     assert not replace(found, plans=tuple(to_drives)).holds_for(PCIE_GEN5, STATIC, 0)
+
+
+def test_a_run_that_begins_with_plans_for_which_room_was_made_has_it_made_at_once() -> None:
+    cache, asked = Kept(), list[int]()
+    target = max(MODEL.others) // 2
+    smaller = replace(MODEL, others=tuple(each // 16 for each in MODEL.others))
+
+    def begin() -> Learner:
+        return Learner(
+            POLICIES["auto"], target, plan_cache=cache, must_fit=False, relieve=lambda nbytes: not asked.append(nbytes)
+        )
+
+    first = begin()
+    over(first, MODEL)
+    (lacks,) = asked
+    over(first, None)
+    for _ in range(20):
+        over(first, smaller if first.records_next else None)
+    assert cache.files
+    second = begin()
+    over(second, MODEL, static=STATIC)
+    assert asked == [lacks, lacks]
+    assert second.plans[0].is_the_same_as(first.plans[0])

@@ -175,6 +175,31 @@ def test_what_does_not_fit_is_said_once_by_threads_that_come_and_go_with_the_bud
     assert "no plan keeps this program within 100.0 MiB" in said
 
 
+def test_where_no_plan_fits_room_is_asked_for_and_what_is_recorded_with_it_is_planned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The iteration that is over may have begun before there was that room: the one after it is the first with it."""
+    asked: list[int] = []
+    learner = too_small(relieve=lambda nbytes: not asked.append(nbytes))
+    (lacks,) = asked
+    assert lacks > 0
+    assert not learner.records_next and not caplog.records
+    learner.iteration_over(IterationOutcome(None, 0))
+    assert learner.records_next
+    smaller = replace(MODEL, others=tuple(max(0, each - lacks - MiB) for each in MODEL.others))
+    learner.iteration_over(IterationOutcome(smaller, 0))
+    assert asked == [lacks] and not caplog.records
+
+
+def test_plans_that_do_not_fit_with_the_room_that_was_made_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+    learner = too_small(relieve=lambda nbytes: not asked.append(nbytes))
+    for trace in (None, MODEL, None, None):
+        learner.iteration_over(IterationOutcome(trace, 0))
+    assert len(asked) == 1 and not learner.records_next
+    assert "no plan keeps this program" in caplog.text
+
+
 def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
     with pytest.raises(NoPlanFits) as error:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
