@@ -222,8 +222,9 @@ class PageAllocator:
     @property
     def reads_dram(self) -> bool:
         """Whether operators read more in DRAM in each step than next to nothing, besides weights that are streamed."""
-        budget = sum(periods.core.counts().hbm_limit for periods in self._known.values())
-        return not is_slight(self.state_in_dram + self.lasting_overflow, budget)
+        nbytes = self.state_in_dram + self.lasting_overflow
+        budgets = (periods.core.counts().hbm_limit for periods in self._known.values())
+        return nbytes > 0 and not is_slight(nbytes, sum(budgets))
 
     def overflow(self, device: torch.device, threads: int = 1) -> Overflow:
         """What HBM had no room for in the last period; of several `threads` each has caused as much."""
