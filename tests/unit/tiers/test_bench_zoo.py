@@ -15,7 +15,7 @@ STEPS = 30
 
 
 @pytest.mark.timeout(120)  # seconds, on two cores that other tests use, too
-@pytest.mark.parametrize(("name", "hbm"), [("gpt", "2MiB"), ("lstm", "256KiB")])
+@pytest.mark.parametrize(("name", "hbm"), [("gpt", "2MiB"), ("lstm", "288KiB")])
 def test_a_program_of_the_zoo_is_compared(
     name: str, hbm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
