@@ -20,7 +20,7 @@ from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.layout.sequence import TOLERATED_SHARE, Largest, LayoutDecision, Log, Watch, predict, repeats
 from torch_tiers.allocator.native import HBM, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
-from torch_tiers.allocator.sizes import GiB, round_up
+from torch_tiers.allocator.sizes import GiB, format_size, round_up
 
 log = logging.getLogger("tiers")
 
@@ -176,6 +176,8 @@ class Periods:
         differs = largest is not None and largest.period_over(last, before, self._room()) and kinds.are_many
         decision = watch.period_over(sizes, since, repeated=repeats(last, before), differs_in_sizes=differs)
         forgot = kinds.period_over(last)
+        told = "cuda:%d: %d of %d requests were not as laid out, %s had no room in hbm: %s the layout"
+        log.debug(told, self._device, since, len(sizes), format_size(spilled), decision.name.lower())
         if decision is LayoutDecision.FORGET:
             kinds.forget()
             core.forget_layout(core.counts().hbm_limit)  # and grow as far as that is
