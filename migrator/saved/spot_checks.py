@@ -106,8 +106,9 @@ class Checks:
         if not self.on:
             return
         times = self._times.setdefault(key, 0)
-        is_busy = any(check.verified is None for check in self._pending)
-        if (self._next is not None and key != self._next) or self._may_take < 0 or is_busy:
+        if (self._next is not None and key != self._next) or self._may_take < 0:
+            return  # as mostly
+        if any(check.verified is None for check in self._pending):
             return
         self._times[key], self._next = times + 1, ""  # no other in this iteration
         began = time.perf_counter()
