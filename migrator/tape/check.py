@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,6 @@ class Records(Protocol):
 
     @property
     def is_recording(self) -> bool: ...  # noqa: D102
-    def with_views(self) -> AbstractContextManager[None]: ...  # noqa: D102
     def begin(self) -> bool: ...  # noqa: D102
     def listed(self) -> list[Call] | None: ...  # noqa: D102
     def stop(self) -> None: ...  # noqa: D102
@@ -61,7 +60,7 @@ def comparable(calls: Iterable[Call]) -> list[Call]:
 
 
 def check(recorder: Records) -> None:
-    """Compare operators and bits with recording, and without.
+    """Compare operators, views among them, and bits with recording, and without.
 
     Raises
     ------
@@ -77,7 +76,6 @@ def check(recorder: Records) -> None:
             listing = Listing()
             with listing:
                 _program()
-            stack.enter_context(recorder.with_views())
             if not recorder.begin():
                 raise Untrue("operators are recorded already")
             try:

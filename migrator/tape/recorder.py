@@ -17,6 +17,7 @@ from torch_tiers.migrator.tape.clock import OperatorClock
 from torch_tiers.migrator.tape.closure import Packs
 from torch_tiers.migrator.tape.compiled import Compiled
 
+_checked: list[Recorder] = []  # the one that was found to be true, if there is one
 TAPE = "tape"  # what `Compiled` is installed for, besides its clock
 
 
@@ -60,9 +61,13 @@ class Recorder:
         self._native.end()
         self._compiled.remove(TAPE)
 
+    def hide_views(self) -> None:
+        """Record no views from now on: they compute nothing. Nobody may record, or have recorded in another thread."""
+        self._native.show_views(False)
+
     @contextmanager
     def with_views(self) -> Iterator[None]:
-        """Record views, too, in this scope: with them what is `listed` is all that ran. Nobody else records then."""
+        """Record views, too, in this scope: with them what is `listed` is all that ran. For tests; see `hide_views`."""
         self._native.show_views(True)
         try:
             yield
@@ -99,7 +104,10 @@ def load(cache_dir: Path) -> Recorder | str:
     """The recorder, built if it has not been, and found to be true; or what keeps it from being so."""
     try:
         recorder = Recorder(native.load(native.MODULE.build(cache_dir)))
-        check.check(recorder)
+        if not _checked:  # by the first of this process: later on other threads may record, and include its key
+            check.check(recorder)
+            recorder.hide_views()
+            _checked.append(recorder)
     except (CannotBuild, check.Untrue) as reason:
         return str(reason)
     return recorder

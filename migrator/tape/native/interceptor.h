@@ -111,7 +111,8 @@ constexpr std::string_view kViews[] = {
     "unbind.int",   "unsqueeze",        "view",    "_reshape_alias", "_unsafe_view",
 };
 
-// Have views come by, or not, in all threads. Not while another thread includes the key.
+// Have views come by, or not, in all threads; at first they do. Not while another thread includes the key: it would
+// find what is being registered, and PyTorch takes that for an error of its own.
 void show_views(bool on) {
   static auto &passing_by = *new std::vector<c10::RegistrationHandleRAII>;
   if (on) passing_by.clear();
@@ -133,7 +134,6 @@ void install() {
   TORCH_CHECK(!dispatcher.hasBackendFallbackForDispatchKey(kKey), "the key ", kKey, " has a fallback already");
   auto kernel = c10::KernelFunction::makeFromBoxedFunction<&intercept>();
   new c10::RegistrationHandleRAII(dispatcher.registerFallback(kKey, std::move(kernel), "the recorder of operators"));
-  show_views(false);
   done = true;
 }
 

@@ -14,7 +14,9 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from tests.unit.migrator.tape.records import Taped, names, short
-from torch_tiers.migrator.tape.recorder import Recorder
+from torch_tiers.migrator.tape import check
+from torch_tiers.migrator.tape.recorder import Recorder, load
+from torch_tiers.places import cache_directory
 
 SEES_INTO_MODES = TorchVersion(torch.__version__) >= "2.12"
 """Whether operators come by that a dispatch mode calls, or a subclass with one of its own."""
@@ -167,6 +169,19 @@ def test_nothing_is_found_in_a_record_that_an_operator_of_another_has_run_into(r
     taped = Taped(recorder)
     taped.made_again(x.sin())
     assert names(recorder) == ["sin"], "the next one is sound"
+
+
+def test_what_comes_by_is_decided_before_any_thread_records_and_not_once_more(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that took views while another session was opened met PyTorch's assertion."""
+
+    def decide(*_: object) -> None:
+        raise AssertionError("a thread may be at work")
+
+    monkeypatch.setattr(check, "check", decide)
+    monkeypatch.setattr(Recorder, "hide_views", decide)
+    assert isinstance(load(cache_directory()), Recorder)
 
 
 def test_threads_at_work_do_not_disturb_each_other(recorder: Recorder) -> None:
