@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from torch_tiers.allocator.extensions.extension import CannotBuild
@@ -17,7 +18,6 @@ from torch_tiers.migrator.tape.clock import OperatorClock
 from torch_tiers.migrator.tape.closure import Packs
 from torch_tiers.migrator.tape.compiled import Compiled
 
-_checked: list[Recorder] = []  # the one that was found to be true, if there is one
 TAPE = "tape"  # what `Compiled` is installed for, besides its clock
 
 
@@ -100,14 +100,19 @@ def obstacle(cache_dir: Path) -> str | None:
     return native.MODULE.obstacle(cache_dir)
 
 
+@cache
+def _prepared(library: Path) -> native.Recorder:
+    """Load the recorder, check it, and have it record no views: once, before any thread can record."""
+    loaded = native.load(library)
+    recorder = Recorder(loaded)
+    check.check(recorder)
+    recorder.hide_views()
+    return loaded
+
+
 def load(cache_dir: Path) -> Recorder | str:
     """The recorder, built if it has not been, and found to be true; or what keeps it from being so."""
     try:
-        recorder = Recorder(native.load(native.MODULE.build(cache_dir)))
-        if not _checked:  # by the first of this process: later on other threads may record, and include its key
-            check.check(recorder)
-            recorder.hide_views()
-            _checked.append(recorder)
+        return Recorder(_prepared(native.MODULE.build(cache_dir)))
     except (CannotBuild, check.Untrue) as reason:
         return str(reason)
-    return recorder
