@@ -153,6 +153,8 @@ class Periods:
             mispredicted, dram, spilled = cut.mispredicted, core.glance().dram, cut.spilled
         since = mispredicted - mispredicted_before
         self._claims.period_over(self._device, core, dram)
+        if alone and self.residence.is_due(dram, spilled):
+            self._trim(core.trim_outside)  # else what requests off their places have left would take the room
         demoted = self.residence.period_over(spilled, alone=alone)
         self._has_no_layout = new_plans is not None
         if new_plans is not None:

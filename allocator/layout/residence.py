@@ -80,6 +80,10 @@ class Residence:
             if self.in_dram(address) and not self._move(address, HBM):
                 break
 
+    def is_due(self, dram: int, spilled: int) -> bool:
+        """Whether `period_over` will look for what to promote, after a period with so many bytes in DRAM."""
+        return dram > 0 and not spilled and self._periods + 1 >= self._patience
+
     def period_over(self, spilled: int, *, alone: bool) -> bool:
         """Demote to make room in HBM for the bytes that `spilled` in the period, or promote; whether any was demoted.
 
@@ -142,7 +146,10 @@ class Residence:
             text = "%d blocks of state and weights now lie in %s, to keep in hbm what is used more"
             log.info(text, moved, "dram" if demote else "hbm")
         else:
-            self._periods = 0  # to look takes a millisecond, in which the device is idle: not in every period
+            # To look takes a millisecond or more, in which the device is idle: ever more rarely.
+            self._periods = 0
+            if not short:
+                self._patience *= 2
         return bool(moved and demote)
 
     def _move(self, address: int, tier: int) -> bool:

@@ -144,7 +144,10 @@ class Driver:
             self._running.discard(process)
         if not printed:
             return {"error": (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]}
-        return {"error": "", "rows": {row["variant"]: row for row in json.loads(printed)}, **about(runs)}
+        said = about(runs)
+        if said is None:
+            return {"error": "the plain program did not end: raise --timeout"}
+        return {"error": "", "rows": {row["variant"]: row for row in json.loads(printed)}, **said}
 
     def _keep(self, program: str, record: dict[str, Any]) -> None:
         if self.until == -math.inf:
@@ -156,10 +159,13 @@ class Driver:
             print(f"{program}: {told}", file=sys.stderr, flush=True)
 
 
-def about(runs: Path) -> dict[str, Any]:
-    """What the plain program's first run said of itself and of the machine."""
+def about(runs: Path) -> dict[str, Any] | None:
+    """What the plain program's first run said of itself and of the machine; None if it did not end."""
     lines = (runs / "0-plain/output.txt").read_text(errors="replace").splitlines()
-    said = json.loads(next(line for line in reversed(lines) if line.startswith('{"program"')))
+    last = next((line for line in reversed(lines) if line.startswith('{"program"')), None)
+    if last is None:
+        return None
+    said = json.loads(last)
     return {name: said[name] for name in ("state", "device", "torch", "clock", "host_us")}
 
 

@@ -38,7 +38,8 @@ def run(program: Program, steps: int, cuda: bool) -> dict[str, Any]:
     marks = [_mark(cuda)]
 
     def each(loss: Tensor) -> None:
-        losses.append(loss)
+        # A copy: mean squared error leaves its mean in a storage as large as the input, and all of them would stay.
+        losses.append(loss.detach().clone())
         marks.append(_mark(cuda))
         if len(losses) % SAID == 0:
             print(f"step {len(losses)}: loss {loss.item():.4f}", file=sys.stderr, flush=True)

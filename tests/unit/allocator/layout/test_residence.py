@@ -10,6 +10,7 @@ import torch
 from tests.unit.one_core import OnOneCore, step
 from torch_tiers.allocator.layout.residence import PATIENCE, Residence
 from torch_tiers.allocator.native import DRAM, HBM, Core
+from torch_tiers.allocator.native.core import off_sequence
 from torch_tiers.allocator.sizes import MiB
 
 GPU = torch.device("cuda", 0)
@@ -84,6 +85,25 @@ def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCor
         pages.period_over()
     assert pages.overflow(GPU).nbytes > 0
     assert core.on(state, HBM) == 0
+
+
+def test_state_comes_back_to_pages_that_lie_idle_beside_the_layout(pages: OnOneCore, core: Core) -> None:
+    """Requests that found their place taken have left them mapped, and none of them is needed again."""
+    pages.more(64 * MiB)
+    core.state(True, most_hbm=0)
+    state = core.allocate(NBYTES)
+    core.state(False)
+    pages.begin()
+    for _ in range(2):
+        step(core, 16 * MiB, 8 * MiB)
+        pages.period_over()
+    with off_sequence():
+        step(core, 60 * MiB)
+    for _ in range(2 * PATIENCE):
+        step(core, 16 * MiB, 8 * MiB)
+        pages.period_over()
+    assert core.on(state, HBM) == NBYTES
+    assert pages.overflow(GPU).nbytes == 0
 
 
 def test_what_state_lay_in_dram_is_known_after_the_program_has_freed_it(pages: OnOneCore, core: Core) -> None:
