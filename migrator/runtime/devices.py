@@ -14,7 +14,6 @@ import torch
 from torch_tiers.allocator.native import off_sequence
 from torch_tiers.allocator.native.copy import lane
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.controller.background import in_background
 from torch_tiers.migrator.controller.budget import SETTLED
 from torch_tiers.migrator.controller.learner import Learner
@@ -23,8 +22,8 @@ from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS, WITHOUT_LAYOUT
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct, TakesAll
 from torch_tiers.migrator.offload.engine import Engine
-from torch_tiers.migrator.planner.sizes import has_room_to_learn
 from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.runtime.loans import Loans
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.tensors import HookTensors
@@ -121,13 +120,6 @@ def open_lane(device: torch.device, name: str, counters: Counters) -> Lane:
     return CudaLane(device, name, counters, lane.load()) if device.type == "cuda" else HostLane(name, counters)
 
 
-@dataclass(slots=True)
-class _Loan:
-    pages: PageAllocator
-    nbytes: int
-    borrowers: int = 1  # threads
-
-
 class Devices:
     """All devices of a runtime, and the tiers below HBM that they share. Thread-safe."""
 
@@ -137,8 +129,7 @@ class Devices:
         self._backing: Backing | None = None
         self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
         self._short = False  # of room below HBM: what stays may need more than the budget
-        self._loans: dict[torch.device, _Loan] = {}  # of HBM beyond the budget, before there are plans
-        self._warned_of_lending = False
+        self._loans = Loans()
         self._withheld: dict[torch.device, PageAllocator] = {}  # those that have less than their budget
         self._lock = threading.Lock()  # so that each is made once
 
@@ -186,10 +177,9 @@ class Devices:
             relieve=partial(relieve, device),
             without_layout=int(WITHOUT_LAYOUT * shared.room) if device.type == "cuda" and options.pages() else 0,
         )
-        lent, pages = 0, options.pages() if device.type == "cuda" else None
-        keeps = options.policy == "keep"
-        if pages is not None and not keeps:
-            lent = self._to_lend(device, shared.room, self._backing, options.strict, pages)
+        lent, keeps = 0, options.policy == "keep"
+        if device.type == "cuda" and not keeps:
+            lent = self._loans.take(device, shared.room, self._backing, options.pages(), strict=options.strict)
         return Mover(engine, learner, shared.room, tensors, keeps=keeps, spills=options.pages() is not None, lent=lent)
 
     def open(self, device: torch.device, options: Options) -> Device:
@@ -234,38 +224,10 @@ class Devices:
             if self._short:  # for another thread found so since that was asked
                 self._lift_limits()
 
-    def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
-        """Return bytes beyond the budget for the first steps, if a drive would have to take all that they save.
-
-        Such steps took twenty seconds for a GPT, while that memory was free.
-        """
-        if strict or not backing.has_disk or has_room_to_learn(backing.dram_capacity, budget):
-            return 0
-        if device in self._loans:  # another thread's: all of them learn at once
-            self._loans[device].borrowers += 1
-            return self._loans[device].nbytes
-        lent = pages.free_beyond(device)
-        if lent and not self._warned_of_lending:
-            self._warned_of_lending = True
-            log.warning(
-                "until there is a plan, steps may use %s of free hbm beyond the budget, as offloading to nvme would be "
-                "slow; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
-                format_size(lent),
-            )
-        if lent:
-            pages.lend(device, lent)
-            self._loans[device] = _Loan(pages, lent)
-        return lent
-
     def pay_back(self, device: torch.device) -> None:
-        """Take note that one thread no longer needs the loan beyond the budget; end it with the last thread."""
+        """Take note that one thread no longer needs HBM beyond the budget."""
         with self._lock:
-            loan = self._loans.get(device)
-            if loan is not None:
-                loan.borrowers -= 1
-                if not loan.borrowers:
-                    loan.pages.lend(device, 0)
-                    del self._loans[device]
+            self._loans.pay_back(device)
 
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)
@@ -326,11 +288,9 @@ class Devices:
 
     def _restore_page_limits(self) -> None:
         """Restore the page allocator's limits: it outlives the session."""
-        for device, loan in self._loans.items():
-            loan.pages.lend(device, 0)
+        self._loans.close()
         for device, pages in self._withheld.items():
             pages.withhold(device, 0)
-        self._loans.clear()
         self._withheld.clear()
 
 

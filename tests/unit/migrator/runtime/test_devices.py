@@ -69,35 +69,6 @@ def test_a_limit_that_is_set_while_another_thread_lifts_all_is_lifted_as_well(
     assert fractions == [0.5, 1.0]
 
 
-class Lender:
-    """An allocator with HBM that is free beyond its budget."""
-
-    def __init__(self) -> None:
-        self.lent: list[int] = []
-
-    def free_beyond(self, device: torch.device) -> int:
-        return 0 if self.lent else 40
-
-    def lend(self, device: torch.device, nbytes: int) -> None:
-        self.lent.append(nbytes)
-
-
-def test_threads_of_a_gpu_share_what_is_lent_and_the_last_one_or_the_end_pays_it_back() -> None:
-    """The second one found nothing free, and so took the first one's back."""
-    every: Any = Devices(Counters())
-    lender = Lender()
-    backing = SimpleNamespace(has_disk=True, dram_capacity=0)
-    assert [every._to_lend(GPU, 100, backing, False, lender) for _ in range(2)] == [40, 40]
-    every.pay_back(GPU)
-    assert lender.lent == [40]
-    every.pay_back(GPU)
-    assert lender.lent == [40, 0]
-    assert every._to_lend(GPU, 100, backing, True, lender) == 0, "strict"
-    every._to_lend(GPU, 100, backing, False, to_the_end := Lender())
-    every.close()
-    assert to_the_end.lent == [40, 0]
-
-
 class Ring:
     """Slots of one size, as far as a budget is concerned."""
 
