@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -91,10 +91,15 @@ class Drives:
 
 
 def rates(decision: Decision) -> tuple[float, float]:
-    """Bytes per second that all directories take and give together: extents are spread evenly, so the slowest tells."""
+    """Bytes per second that all directories take and give together; 0 if that is not known of one.
 
-    def together(found: Sequence[float | None]) -> float:
-        return len(found) * min((rate or 0.0 for rate in found), default=0.0)
-
+    A store gives each as much as it writes and reads in the same time.
+    """
     choices = [each.choice for each in decision.directories.values()]
-    return together([choice.write for choice in choices]), together([choice.read for choice in choices])
+    speeds = [(choice.write or 0.0, choice.read or 0.0) for choice in choices]
+    if not speeds or not all(write and read for write, read in speeds):
+        return 0.0, 0.0
+    paces = [1 / (1 / write + 1 / read) for write, read in speeds]
+    shares = [pace / sum(paces) for pace in paces]
+    write, read = (min(speed[way] / share for speed, share in zip(speeds, shares, strict=True)) for way in (0, 1))
+    return write, read

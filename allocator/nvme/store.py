@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,7 +26,7 @@ from torch_tiers.allocator.nvme.checksum import SCRATCH
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
 from torch_tiers.allocator.nvme.extent import NvmeExtent, Stripe
 from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Transfer
-from torch_tiers.allocator.nvme.volume import Volume
+from torch_tiers.allocator.nvme.volume import Volume, take
 from torch_tiers.allocator.nvme.watch import Watch
 from torch_tiers.allocator.sizes import GiB, MiB, round_up
 
@@ -54,7 +55,7 @@ class NvmeStore:
     Parameters
     ----------
     paths
-        Directories, best on different drives: every extent is split over all of them.
+        Directories, best on different drives: every extent is split over all of them, by how fast they are.
     capacity
         Bytes, of all directories together. Disk space is claimed by `step` at a time.
     gds
@@ -101,10 +102,9 @@ class NvmeStore:
         if not paths or capacity < 0 or depth <= 0 or stripe <= 0 or stripe % BLOCK:
             raise ValueError("a store needs paths, capacity >= 0, depth > 0 and stripes of whole 4 KiB")
         self._stripe = stripe
-        self._lock = threading.Lock()  # guards the volumes' accounts and the four numbers below
+        self._lock = threading.Lock()  # guards the volumes' accounts and the three below
         self._used = 0
         self._peak = 0
-        self._turn = 0
         self._closed = False
         self._volumes: list[Volume] = []
         open_backend = backend or choose_backend(gds)
@@ -167,11 +167,11 @@ class NvmeStore:
     def _take(self, nbytes: int) -> NvmeExtent | None:
         stripes: list[Stripe] = []
         for start in range(0, nbytes, self._stripe):
-            stripe = self._allocate_stripe(start, min(self._stripe, nbytes - start))
-            if stripe is None:
+            taken = take(self._volumes, min(self._stripe, nbytes - start))
+            if taken is None:
                 self._release(stripes)
                 return None
-            stripes.append(stripe)
+            stripes.append(Stripe(*taken, start))
         self._used += nbytes
         self._peak = max(self._peak, self._used)
         return NvmeExtent(nbytes, tuple(stripes))
@@ -256,15 +256,6 @@ class NvmeStore:
         if ended:
             self._close_files()
 
-    def _allocate_stripe(self, start: int, nbytes: int) -> Stripe | None:
-        for _ in self._volumes:
-            volume = self._volumes[self._turn % len(self._volumes)]
-            self._turn += 1
-            extent = volume.allocate(nbytes)
-            if extent is not None:
-                return Stripe(volume, extent, start)
-        return None
-
     def _release(self, stripes: Sequence[Stripe]) -> None:
         for stripe in stripes:
             stripe.volume.free(stripe.extent)
@@ -319,9 +310,11 @@ class NvmeStore:
     def _move(
         self, move: Callable[[Backend, torch.Tensor, int], None], action: str, stripe: Stripe, part: torch.Tensor
     ) -> None:
-        backend, extent = stripe.volume.backend, stripe.extent
+        backend, extent, began = stripe.volume.backend, stripe.extent, time.perf_counter()
         with self._watch.watched(action, backend.path, extent.nbytes):
             move(backend, part, extent.offset)
+        with self._lock:
+            stripe.volume.took(extent.nbytes, time.perf_counter() - began)
 
     def _hand_out(self, stripe: Stripe, part: torch.Tensor, arrived: Arrived | None) -> None:
         if self._sums:

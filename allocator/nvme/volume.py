@@ -1,12 +1,13 @@
-"""One directory of a store: which extents of its file are in use, and how far the file has grown."""
+"""One directory of a store: which extents of its file are in use, how far that has grown, and how fast it is."""
 
 from __future__ import annotations
 
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.extents import Extent, ExtentMap
@@ -19,6 +20,8 @@ log = logging.getLogger("tiers")
 
 _FAILURES = 3
 """Writes in a row, each tried again before, after which a directory is given up."""
+_RECENT = 256
+"""Requests after which earlier ones count half as much: a drive gets slower as it fills, or as it warms."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """What does not go by itself: the first of these is enough."""
 
@@ -41,6 +44,8 @@ class Volume:
 
     Attributes
     ----------
+    due
+        Bytes that it was given, each counted as many times as it takes longer than on the fastest of the directories.
     to_say
         Warnings that are still to be given: `say`, without the lock, as who handles the log may ask for it.
     """
@@ -54,6 +59,7 @@ class Volume:
         room: Callable[[], Room] | None = None,
     ) -> None:
         self.backend = backend
+        self.due = 0.0
         self._extents = ExtentMap(0, BLOCK)
         self._limit = limit - limit % BLOCK
         self._step = step - step % BLOCK
@@ -64,6 +70,7 @@ class Volume:
         self._failures = 0  # writes, since the last that succeeded
         self._warned = False
         self._retired = False
+        self._requests, self._bytes, self._seconds = 0, 0.0, 0.0  # of the last ones, that count less the older they are
         self.to_say: deque[str] = deque()
 
     def say(self) -> None:
@@ -91,6 +98,19 @@ class Volume:
     def free(self, extent: Extent) -> None:
         """Free `extent`. ValueError if it is not allocated."""
         self._extents.free(extent)
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """Take note how long a request took, a write or a read."""
+        self._requests += 1
+        if self._requests == _RECENT:
+            self._requests, self._bytes, self._seconds = 0, self._bytes / 2, self._seconds / 2
+        self._bytes += nbytes
+        self._seconds += seconds
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds that a request takes for each byte, of the last ones; None if there was none."""
+        return self._seconds / self._bytes if self._bytes else None
 
     def write_succeeded(self) -> None:
         """Forget the failures before."""
@@ -167,3 +187,19 @@ class Volume:
         if self._account is not None and nbytes:
             self._account.release(nbytes)
             self._claimed -= nbytes
+
+
+def take(volumes: Sequence[Volume], nbytes: int) -> tuple[Volume, Extent] | None:
+    """Take `nbytes` (whole blocks) in the directory that has had the least to do; None if none has room."""
+    fastest = min((volume.pace for volume in volumes if volume.pace), default=None)
+    full: list[Volume] = []
+    for volume in sorted(volumes, key=attrgetter("due")):
+        extent = volume.allocate(nbytes)
+        if extent is None:
+            full.append(volume)
+            continue
+        volume.due += nbytes * (volume.pace / fastest if volume.pace and fastest else 1.0)
+        for other in full:  # once it has room again, it is not to be given all that it missed
+            other.due = max(other.due, volume.due)
+        return volume, extent
+    return None

@@ -110,6 +110,42 @@ def test_an_extent_is_split_evenly_over_all_directories(make: Make, tmp_path: Pa
     assert written == {str(tmp_path / f"drive{index}"): 3 * STRIPE for index in range(3)}
 
 
+def test_a_slower_directory_is_given_less(make: Make, tmp_path: Path, memory: Memory) -> None:
+    """Else the others would wait for it: as many bytes each are as slow as all of them on the slowest."""
+    written: dict[str, int] = {}
+
+    class Uneven(PosixFile):
+        def pwrite(self, block: torch.Tensor, offset: int) -> int:
+            time.sleep(0.016 if self.path.endswith("drive0") else 0.004)
+            count = super().pwrite(block, offset)
+            written[self.path] = written.get(self.path, 0) + count
+            return count
+
+    store = make(2, backend=Uneven)
+    for _ in range(16):
+        extent = take(store, 5 * STRIPE)
+        store.write(extent, fill(memory(5 * STRIPE))).result()
+        store.free(extent)
+    slow, fast = (written[str(tmp_path / f"drive{index}")] for index in range(2))
+    assert 2 < fast / slow < 6
+
+
+def test_a_directory_that_was_full_is_not_given_all_that_it_missed(make: Make, tmp_path: Path) -> None:
+    store = make(2, capacity=20 * STRIPE)
+    held = [take(store, STRIPE) for _ in range(20)]
+    first = held[0].stripes[0].volume
+    for extent in held:
+        if extent.stripes[0].volume is not first:
+            store.free(extent)
+    for _ in range(50):
+        store.free(take(store, STRIPE))  # in the other one
+    for extent in held:
+        if extent.stripes[0].volume is first:
+            store.free(extent)
+    taken = [take(store, STRIPE).stripes[0].volume for _ in range(10)]
+    assert taken.count(first) <= 6
+
+
 def test_small_extents_take_turns(make: Make) -> None:
     store = make(2, capacity=2 * MiB)
     assert all(take(store, STRIPE) for _ in range(2 * MiB // STRIPE))
