@@ -79,7 +79,7 @@ class PlanVerb:
             data = to_json(trace, args.budget, links, outcomes, below)
             print_json(data | {"explained": lines} if lines else data)
         else:
-            print_tables([*render(trace, args.budget, outcomes, below), *lines])
+            print_tables([*render(trace, args.budget, links, outcomes, below), *lines])
         found = [outcome for outcome in outcomes.values() if isinstance(outcome, Candidate)]
         if args.plot and not found:
             raise CliError(f"{args.plot} is not written: there is no plan to draw", FAILED)

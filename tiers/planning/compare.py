@@ -14,6 +14,7 @@ from torch_tiers.allocator.sizes import format_at_least, format_size
 from torch_tiers.migrator.model.links import BOUNDLESS, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.planner.low_traffic import crossing
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import Simulated, simulate
 
@@ -70,11 +71,11 @@ def to_json(trace: Trace, budget: int, links: Links, outcomes: Outcomes, below: 
         "below": below,
         "links": {name: None if value == BOUNDLESS else value for name, value in asdict(links).items()},
         "ideal_s": trace.seconds if trace.times else None,
-        "policies": {name: _entry(trace, budget, outcome) for name, outcome in outcomes.items()},
+        "policies": {name: _entry(trace, budget, links, outcome) for name, outcome in outcomes.items()},
     }
 
 
-def _entry(trace: Trace, budget: int, outcome: Candidate | Refused) -> dict[str, Any]:
+def _entry(trace: Trace, budget: int, links: Links, outcome: Candidate | Refused) -> dict[str, Any]:
     if isinstance(outcome, Refused):
         return {"error": outcome.text}
     plan, result = outcome.plan, outcome.result
@@ -85,6 +86,7 @@ def _entry(trace: Trace, budget: int, outcome: Candidate | Refused) -> dict[str,
         "peak": dict(result.peak),
         "kept_bytes": plan.kept_bytes,
         "moved_bytes": plan.moved_bytes,
+        "bus_bytes": crossing(plan, links),
         "groups": len(plan.groups),
         "recomputed_sites": len(plan.recompute),
         "recomputing_s": result.recomputing,
@@ -93,7 +95,9 @@ def _entry(trace: Trace, budget: int, outcome: Candidate | Refused) -> dict[str,
     }
 
 
-def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = None) -> Iterator[RenderableType]:
+def render(
+    trace: Trace, budget: int, links: Links, outcomes: Outcomes, below: int | None = None
+) -> Iterator[RenderableType]:
     """The comparison as a table, the fastest first."""
     yield (
         f"{len(trace.sites)} sites, {format_size(trace.saved_bytes)} saved, into {format_size(budget)} of hbm"
@@ -126,6 +130,9 @@ def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = No
         )
     if found:
         yield table
+    if links.has_drive and found:  # a drive may be reached past host memory, or through it
+        crossings = (f"{name} {format_size(crossing(outcome.plan, links))}" for name, outcome in found)
+        yield f"over the host's memory bus in an iteration: {', '.join(crossings)}"
     for name, refused in outcomes.items():
         if isinstance(refused, Refused):
             yield f"{name}: {refused.text}"

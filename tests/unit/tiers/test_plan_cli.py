@@ -17,6 +17,7 @@ from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
 from torch_tiers.migrator.policies import MODULES
 
 MODEL = gpt(blocks=6)
+GDS = ",gds_write=3e9,gds_read=6e9"
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,21 @@ def test_links_are_those_of_tiers_toml(
     links = json.loads(output(capsys, trace, "--budget", "40GiB", "--json"))["links"]
     assert (links["d2h"], links["h2d"], links["disk_write"]) == (20e9, PCIE_GEN5.h2d, 2e9)
     assert links["below"] is None, "of what nobody has said there is no number"
+
+
+def test_what_goes_to_a_drive_directly_leaves_the_memory_bus_alone(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As FlashNeuron's paper has it: the bus is for preprocessing."""
+    words = trace, "--budget", "12GiB", "--policy", "flashneuron"
+    drive = "disk_write=3e9,disk_read=6e9"
+    ways = [json.loads(output(capsys, *words, "--json", "--links", f"{drive}{gds}")) for gds in ("", GDS)]
+    staged, direct = (data["policies"]["flashneuron"] for data in ways)
+    assert staged["moved_bytes"] == direct["moved_bytes"] > 0
+    assert (staged["bus_bytes"], direct["bus_bytes"]) == (2 * staged["moved_bytes"], 0)
+    text = output(capsys, *words, "--links", f"{drive}{GDS}")
+    assert "over the host's memory bus in an iteration: flashneuron 0 B" in text
+    assert "memory bus" not in output(capsys, *words), "without a drive it is what moves, there and back"
 
 
 def test_auto_moves_no_more_than_dram_holds(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
