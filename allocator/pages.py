@@ -171,11 +171,11 @@ class PageAllocator:
         for _, periods in self._all():
             periods.step_over()
 
-    def period_over(self, *, alone: bool = True) -> None:
-        """A period has ended on all GPUs; `alone` says that no other thread runs a model, see `Periods.period_over`."""
+    def period_over(self, *, alone: bool = True, planning: bool = False) -> None:
+        """A period has ended on all GPUs; see `Periods.period_over`."""
         self.periods += 1
         for _, periods in self._all():
-            periods.period_over(alone=alone)
+            periods.period_over(alone=alone, planning=planning)
 
     def tidy(self, device: torch.device) -> None:
         """Unmap what was mapped on a GPU for requests off the sequence, which have been freed by now."""

@@ -110,7 +110,7 @@ class Periods:
         if now:
             self._trim(partial(self.core.trim, peak))
 
-    def period_over(self, *, alone: bool) -> None:
+    def period_over(self, *, alone: bool, planning: bool = False) -> None:
         """A period has ended: set the next one's layout, if this one's sequence of requests was new.
 
         The device is idle meanwhile, so this has to be quick. Most periods repeat the one before, after which nothing
@@ -122,6 +122,8 @@ class Periods:
         alone : bool
             No other thread runs a model. If one does, neither state nor weights move: that thread may launch kernels
             that read them at any time, and while they move they are mapped nowhere.
+        planning : bool
+            Plans are being made, after which the program may need less: no state moves for what they may free.
         """
         now = self.core.mark()
         before, self._mispredicted = self._mispredicted, now.mispredicted
@@ -137,11 +139,11 @@ class Periods:
             self._watch.repeated_often(calm.periods)
             self._kinds.repeated_often(calm.periods)
             self._calm = None
-        nothing_done = self._look(now, before, alone)
+        nothing_done = self._look(now, before, alone, planning)
         if nothing_done and repeated and not self._evaluations.has_cut and not self._kinds.may_return:
             self._calm = _Calm(since)
 
-    def _look(self, now: Glance, mispredicted_before: int, alone: bool) -> bool:
+    def _look(self, now: Glance, mispredicted_before: int, alone: bool, planning: bool) -> bool:
         """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
         core, watch, kinds = self.core, self._watch, self._kinds
         mispredicted, dram = now.mispredicted, now.dram
@@ -155,7 +157,7 @@ class Periods:
         self._claims.period_over(self._device, core, dram)
         if alone and self.residence.is_due(dram, spilled):
             self._trim(core.trim_outside)  # else what requests off their places have left would take the room
-        demoted = self.residence.period_over(spilled, alone=alone)
+        demoted = self.residence.period_over(spilled, alone=alone, planning=planning)
         self._has_no_layout = new_plans is not None
         if new_plans is not None:
             self._new_plans = None

@@ -84,7 +84,7 @@ class Residence:
         """Whether `period_over` will look for what to promote, after a period with so many bytes in DRAM."""
         return dram > 0 and not spilled and self._periods + 1 >= self._patience
 
-    def period_over(self, spilled: int, *, alone: bool) -> bool:
+    def period_over(self, spilled: int, *, alone: bool, planning: bool = False) -> bool:
         """Demote to make room in HBM for the bytes that `spilled` in the period, or promote; whether any was demoted.
 
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
@@ -101,7 +101,8 @@ class Residence:
         weights = self._weights()
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
         # that takes tens of times as long. So does mapping pages anew.
-        return (bool(weights) or self._overflows >= PATIENCE) and self._move_some(weights, spilled)
+        due = bool(weights) or (self._overflows >= PATIENCE and not planning)
+        return due and self._move_some(weights, spilled)
 
     def pass_over(self) -> None:
         """Demote or promote weights between two forwards of a program that does not train, and so has no periods."""

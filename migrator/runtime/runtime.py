@@ -196,7 +196,7 @@ class Runtime:
             pages.begin()
             return
         with nullcontext() if saver.resting else saver.movers.untracked(), self._streaming.moving() as may:
-            pages.period_over(alone=may)
+            pages.period_over(alone=may, planning=any(mover.learner.planning for mover in saver.movers.armed))
         if saver.resting and any(pages.is_short(mover.engine.compute.device) for mover in saver.movers.armed):
             self._wake(saver)
 

@@ -106,6 +106,23 @@ def test_state_comes_back_to_pages_that_lie_idle_beside_the_layout(pages: OnOneC
     assert pages.overflow(GPU).nbytes == 0
 
 
+def test_no_state_is_demoted_while_plans_are_made_that_may_need_less(pages: OnOneCore, core: Core) -> None:
+    """It lay in DRAM to the end of a run, for 152 MiB that the plan after it did not need."""
+    pages.more(64 * MiB)
+    pages.state(True)
+    state = core.allocate(NBYTES)
+    pages.state(False)
+    pages.begin()
+    for _ in range(2 * PATIENCE):
+        step(core, 24 * MiB, 40 * MiB)
+        pages.period_over(planning=True)
+    assert pages.overflow(GPU).nbytes > 0
+    assert core.on(state, HBM) == NBYTES
+    step(core, 24 * MiB, 40 * MiB)
+    pages.period_over()
+    assert core.on(state, HBM) == 0
+
+
 def test_what_state_lay_in_dram_is_known_after_the_program_has_freed_it(pages: OnOneCore, core: Core) -> None:
     """A run's numbers are taken when the program is over, and said that none did."""
     pages.more(64 * MiB)

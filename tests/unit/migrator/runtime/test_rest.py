@@ -46,7 +46,7 @@ class Pages:
     def step_over(self) -> None:
         pass
 
-    def period_over(self, *, alone: bool = True) -> None:
+    def period_over(self, *, alone: bool = True, planning: bool = False) -> None:
         self.periods += 1
 
     def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
