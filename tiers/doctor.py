@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from torch_tiers.allocator.nvme.decide import Decided, Decision
-from torch_tiers.allocator.nvme.ways import closed, obstacles
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config import Config, NvmeConfig
 from torch_tiers.monitor.sensors import TRAFFIC, Choice
@@ -152,7 +151,7 @@ def _kvikio(topology: Topology) -> Finding:
 
 
 def _gds(topology: Topology, nvme: NvmeConfig, ways: Decision) -> Finding:
-    why = closed(obstacles(ways.machine))
+    why = ways.obstacle
     if nvme.gds == "off":
         return Finding("GDS", "ok", "switched off by nvme.gds")
     if why is None:

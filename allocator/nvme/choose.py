@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.decide import Decision, Measuring, decide
-from torch_tiers.allocator.nvme.facts import P2PDMA_VARIABLE, first_gpu
+from torch_tiers.allocator.nvme.facts import P2PDMA_VARIABLE
 from torch_tiers.allocator.nvme.files import several
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
@@ -72,6 +72,21 @@ def choose_backends(
     return Opener(decision, gds)
 
 
+def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None) -> Decision:
+    """What a run decides for the directories; where it refuses, what keeps it from a direct way.
+
+    Parameters
+    ----------
+    cache
+        As `decide` takes it.
+    """
+    gpu = gpu_in_use()
+    try:
+        return decide(directories, gds, cache, gpu, measuring=speeds)
+    except TiersError:
+        return decide(directories, "prefer", cache, gpu, measuring=speeds)
+
+
 def prepare_cufile(decision: Decision) -> None:
     """Set the environment that cuFile reads when it starts in this process."""
     if "p2pdma" in decision.ways:
@@ -92,8 +107,7 @@ def choose_backend(gds: Gds) -> Callable[[Path], Backend]:
     """
     if gds == "off":
         return several(PosixFile)
-    gpu = first_gpu() if torch.cuda.is_available() else None
-    return lambda directory: choose_backends([directory], gds, None, gpu, None)(directory)
+    return lambda directory: choose_backends([directory], gds, None, gpu_in_use(), None)(directory)
 
 
 def _say(text: str) -> None:

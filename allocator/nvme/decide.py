@@ -18,6 +18,7 @@ from torch_tiers.allocator.nvme.ways import (
     Speeds,
     Way,
     choose_all,
+    closed,
     obstacles,
 )
 
@@ -52,6 +53,14 @@ class Decision:
     def direct(self) -> bool:
         """Whether GPU memory goes straight to all of them."""
         return bool(self.directories) and all(each.choice.direct for each in self.directories.values())
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """Why GPU memory does not go straight to all of them; without directories, why it cannot on this machine."""
+        if not self.directories:
+            return closed(obstacles(self.machine))
+        choices = (each.choice for each in self.directories.values())
+        return next((Obstacle(it.why_not, it.change) for it in choices if it.why_not is not None), None)
 
     @property
     def ways(self) -> set[Way]:

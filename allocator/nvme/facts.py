@@ -161,12 +161,6 @@ def read_place(path: Path, *, root: Path = Path("/")) -> Place:
     )
 
 
-def first_gpu(root: Path = Path("/")) -> str | None:
-    """The uuid of the first GPU that the driver lists, for who does not ask torch."""
-    gpus = _gpus(root)
-    return gpus[0].uuid if gpus else None
-
-
 def kvikio_version() -> str | None:
     """The installed version of kvikio, whichever CUDA it is for; it is not imported."""
     for distribution in _KVIKIO:

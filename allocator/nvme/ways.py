@@ -53,6 +53,9 @@ class Obstacle:
     reason: str
     change: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.change}" if self.change else self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:

@@ -29,4 +29,4 @@ def test_every_path_of_a_gpu_moves_all_of_it_or_is_waived(tmp_path: Folder) -> N
     assert {result.path.label: result.reason for result in found if result.status == "failed"} == {}
     measured = {result.path.kind for result in found if result.status == "measured"}
     assert measured >= {"d2h", "h2d", "both", "d2h.torch", "hbm_write.bounce", "hbm_read.bounce"}
-    assert look((Gpu(0, NODE),), (NODE,), (tmp_path,)).gpus[0].sm_clock_mhz
+    assert look((Gpu(0, NODE),), (NODE,), (tmp_path,), "off").gpus[0].sm_clock_mhz

@@ -10,10 +10,7 @@ from importlib.metadata import entry_points
 from rich.table import Column, Table
 from rich.text import Text
 
-from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.decide import Decision, decide
-from torch_tiers.allocator.nvme.facts import first_gpu
-from torch_tiers.allocator.nvme.speeds import speeds
 from torch_tiers.cli.verb import print_json, print_tables
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.doctor import Finding, TorchFacts, examine
@@ -39,7 +36,8 @@ class DoctorVerb:
         """Look and print."""
         config, first = _config()
         sensors = available_sensors(probe=config.monitor.probe) if config.monitor.enabled else None
-        findings = [first, *examine(discover(), config, _torch_facts(), _ways(config), sensors)]
+        torch = _torch_facts()
+        findings = [first, *examine(discover(), config, torch, _ways(config, torch), sensors)]
         if args.json:
             print_json({"findings": [asdict(finding) for finding in findings]})
         else:
@@ -64,14 +62,14 @@ def _config() -> tuple[Config, Finding]:
     return resolved.config, Finding("config", "ok", f"allocator {resolved.config.allocator}")
 
 
-def _ways(config: Config) -> Decision:
-    """What a run would decide, and why not where it would refuse."""
-    nvme = config.nvme
-    paths = nvme.paths if nvme.capacity else ()
-    try:
-        return decide(paths, nvme.gds, cache_directory(), first_gpu(), measuring=speeds)
-    except TiersError:
-        return decide(paths, "prefer", cache_directory(), first_gpu(), measuring=speeds)
+def _ways(config: Config, torch: TorchFacts | None) -> Decision:
+    """What a run decides; without torch there is none, and no GPU that it would use."""
+    paths = config.nvme.paths if config.nvme.capacity else ()
+    if torch is None:
+        return decide(paths, "prefer", None, None, measuring=None)
+    from torch_tiers.allocator.nvme.choose import foresee
+
+    return foresee(paths, config.nvme.gds, cache_directory())
 
 
 def _torch_facts() -> TorchFacts | None:

@@ -76,6 +76,7 @@ class ProbeVerb:
             seconds=args.seconds or _default_seconds(args),
             directories=_directories(args.nvme_path) if args.nvme_path else nvme.paths,
             checksum=nvme.checksum,
+            gds=nvme.gds,
             sustained=args.sustained,
             contention=args.contention,
         )

@@ -12,6 +12,7 @@ from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.kvikio import KvikioFile, kvikio_refusal
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.nvme.ways import Gds
 from torch_tiers.migrator.model.links import LANES
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.buffers import BouncedBuffer, Buffer, DramBuffer, HbmBuffer
@@ -36,10 +37,23 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """The store to measure: its directories, whether it checks what comes back, and the ring of a sustained run."""
+    """The store to measure.
+
+    Attributes
+    ----------
+    directories
+        Where it lies.
+    checksum
+        Whether it checks what comes back.
+    gds
+        Whether a run wants GPUDirect Storage.
+    ring
+        Bytes on disk that a sustained run goes round.
+    """
 
     directories: tuple[Folder, ...]
     checksum: bool
+    gds: Gds = "prefer"
     ring: int = 0
 
     def open(self, backend: Callable[[Folder], Backend], checksum: bool, capacity: int) -> NvmeStore:
@@ -107,7 +121,7 @@ def _hbm_disk(gpu: Gpu, memory: HostMemory, disks: Disks) -> Iterator[ProbePath]
             "gds_{}",
             partial(HbmBuffer, gpu.index),
             partial(disks.open, partial(KvikioFile, mode="gds"), disks.checksum),
-            partial(gds_obstacle, disks.directories),
+            partial(gds_obstacle, disks.directories, disks.gds),
         ),
         (
             "hbm_{}.bounce",

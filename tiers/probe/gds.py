@@ -1,26 +1,26 @@
-"""Whether GPU memory can go straight to the directories at hand, by the facts that a run goes by."""
+"""Whether GPU memory goes straight to the directories at hand, decided as a run decides it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from torch_tiers.allocator.errors import StoreError
-from torch_tiers.allocator.nvme.choose import gpu_in_use, prepare_cufile
-from torch_tiers.allocator.nvme.decide import decide
+from torch_tiers.allocator.nvme.choose import foresee, prepare_cufile
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
-from torch_tiers.allocator.nvme.ways import closed, obstacles
+from torch_tiers.allocator.nvme.ways import Gds
+from torch_tiers.places import cache_directory
 
 
-def gds_obstacle(directories: Sequence[Path]) -> str | None:
-    """Say why GPU memory cannot go straight to files in `directories`, or return None; opens one in each."""
-    gpu = gpu_in_use()
-    decision = decide(directories, "prefer", None, gpu, measuring=None)
-    of_each = [closed(decided.possible) for decided in decision.directories.values()]
-    for why in of_each or [closed(obstacles(decision.machine))]:
-        if why is not None:
-            return f"{why.reason}; {why.change}" if why.change else why.reason
-    prepare_cufile(decide(directories, "require", None, gpu, measuring=None))
+@cache  # a cache directory that cannot be written to would have each path measured anew
+def gds_obstacle(directories: tuple[Path, ...], gds: Gds) -> str | None:
+    """Say why a run does not take GPU memory straight to `directories`, or return None; opens a file in each."""
+    decision = foresee(directories, gds, cache_directory())
+    if decision.obstacle is not None:
+        return str(decision.obstacle)
+    if not directories:
+        return "no directory is named"
+    prepare_cufile(decision)
     for directory in directories:
         try:
             KvikioFile(directory, mode="gds").close()

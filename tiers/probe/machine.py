@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from torch_tiers.allocator.nvme.facts import kvikio_version
+from torch_tiers.allocator.nvme.ways import Gds
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.catalogue import Gpu
 from torch_tiers.probe.gds import gds_obstacle
@@ -42,7 +43,7 @@ def find_gpus(nodes: Sequence[Node], root: Path = Path("/")) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def look(gpus: Sequence[Gpu], nodes: Sequence[Node], directories: Sequence[Path]) -> Machine:
+def look(gpus: Sequence[Gpu], nodes: Sequence[Node], directories: tuple[Path, ...], gds: Gds) -> Machine:
     """Describe the machine, each GPU while it is busy: an idle one lowers its clock and its PCIe link."""
     answers = {}
     for gpu in gpus:
@@ -62,7 +63,7 @@ def look(gpus: Sequence[Gpu], nodes: Sequence[Node], directories: Sequence[Path]
         numa={str(node.number): len(node.cores) for node in nodes},
         gpus=tuple(_facts(index, answer) for index, answer in answers.items()),
         directories=tuple(Directory(str(path), filesystem_of(path).describe()) for path in directories),
-        gds_obstacle=gds_obstacle(directories),
+        gds_obstacle=gds_obstacle(directories, gds),
     )
 
 

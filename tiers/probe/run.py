@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path as Folder
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme.ways import Gds
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.migrator.model.links import LANES
 from torch_tiers.probe.affinity import nodes
@@ -41,7 +42,7 @@ class Options:
         Of each path.
     seconds
         For all paths together, about; contention takes half as much again.
-    directories, checksum
+    directories, checksum, gds
         Of the store.
     sustained
         Keep drives busy past their caches; they get one size, and all of their time for it.
@@ -54,6 +55,7 @@ class Options:
     seconds: float = 40.0
     directories: tuple[Folder, ...] = ()
     checksum: bool = True
+    gds: Gds = "prefer"
     sustained: bool = False
     contention: bool = False
 
@@ -74,7 +76,8 @@ def probe(options: Options, begin: Begin = lambda total: lambda label: None) -> 
     machine_nodes = nodes()
     gpus = find_gpus(machine_nodes)
     memory = HostMemory(_host_bytes(options.effort, len(machine_nodes)), pinned=bool(gpus))
-    disks = Disks(options.directories, options.checksum, _ring(options) if options.sustained else 0)
+    ring = _ring(options) if options.sustained else 0
+    disks = Disks(options.directories, options.checksum, options.gds, ring)
     try:
         paths = _chosen(catalogue(gpus, machine_nodes, memory, disks), options.patterns)
         on_path = begin(len(paths) * (1 + options.contention))
@@ -88,7 +91,7 @@ def probe(options: Options, begin: Begin = lambda total: lambda label: None) -> 
         results = measure(paths, effort_for, options.seconds, on_path)
         if options.contention:
             results = under_load(paths, results, LOADED_SIZE, workers_that_fit(), options.seconds / 2, on_path)
-        machine = look(gpus, machine_nodes, options.directories)
+        machine = look(gpus, machine_nodes, options.directories, options.gds)
     finally:
         memory.close()
     return Report(started.isoformat(timespec="seconds"), time.perf_counter() - start, machine, tuple(results))

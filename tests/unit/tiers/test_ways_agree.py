@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from tests.unit.ways_fakes import EVEN, FAST, MACHINE, PLACE, UUID, Timer
-from torch_tiers.allocator.nvme import choose, decide
-from torch_tiers.allocator.nvme.choose import choose_backends
+from tests.unit.ways_fakes import EVEN, FAST, MACHINE, PLACE, SLOW, UUID
+from torch_tiers import drives
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme import choose, decide, speeds
+from torch_tiers.allocator.nvme.decide import Decision
 from torch_tiers.allocator.nvme.facts import Machine, Place
 from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.ways import Gds, Measured, Way
+from torch_tiers.allocator.sizes import MiB
 from torch_tiers.cli import doctor as doctor_verb
 from torch_tiers.cli.main import main
+from torch_tiers.config import NvmeConfig
+from torch_tiers.drives import Drives
+from torch_tiers.places import cache_directory
 from torch_tiers.probe import gds as probe_gds
+from torch_tiers.topology import Gpu, discover
 
-MEASURED = Timer({"host": EVEN, "gds": FAST, "p2pdma": FAST})
+NO_MODULE = replace(MACHINE, nvidia_fs=False)
+OTHER = replace(PLACE, device="259:2", drive="nvme1n1")
+HUNG = "the measurement of p2pdma did not end in 60 s"
 
 
 class Straight(PosixFile):
@@ -29,12 +39,89 @@ class Straight(PosixFile):
         super().__init__(directory)
 
 
+@dataclass
+class Bench:
+    """A machine, what each directory lies on, and what a measurement of each way gives."""
+
+    machine: Machine = MACHINE
+    places: dict[Path, Place] = field(default_factory=dict)
+    told: dict[Way, Measured] = field(default_factory=lambda: {"host": EVEN, "gds": FAST, "p2pdma": FAST})
+    asked: list[tuple[Way, Path]] = field(default_factory=list)
+
+    def measure(self, way: Way, directory: Path, gpu: str) -> Measured:
+        self.asked.append((way, directory))
+        return self.told[way]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench(places={tmp_path: PLACE})
+    gpus = (Gpu(0, "H100", 80 << 30, "0:0", "580"),)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        decide, "read_machine", lambda gpu: made.machine if gpu == UUID else replace(made.machine, gpu=None)
+    )
+    monkeypatch.setattr(decide, "read_place", lambda path: replace(made.places[path], path=path))
+    monkeypatch.setattr(speeds, "run_child", made.measure)
+    monkeypatch.setattr(doctor_verb, "discover", lambda: replace(discover(), gpus=gpus))
+    monkeypatch.setattr(choose, "_said", set())
+    for module in (choose, drives):
+        monkeypatch.setattr(module, "gpu_in_use", lambda: UUID)
+    for module in (choose, probe_gds):
+        monkeypatch.setattr(module, "KvikioFile", Straight)
+    return made
+
+
+@pytest.fixture
+def doctor(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Gds], dict[str, dict[str, str]]]:
+    """The findings of `tiers doctor`, by their subjects."""
+
+    def ask(gds: Gds) -> dict[str, dict[str, str]]:
+        file = tmp_path / "tiers.toml"
+        paths = json.dumps([str(path) for path in bench.places])
+        file.write_text(f'nvme.capacity = "1MiB"\nnvme.gds = "{gds}"\nnvme.paths = {paths}\n')
+        monkeypatch.setenv("TIERS_CONFIG", str(file))
+        main(["doctor", "--json"])
+        return {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+
+    return ask
+
+
+def run(bench: Bench, gds: Gds) -> tuple[Decision, bool]:
+    """What a run decides, and whether the files that it opens take GPU memory."""
+    config = NvmeConfig(paths=tuple(bench.places), gds=gds)
+    made = Drives(config, 4 * MiB, step=MiB, account=None, rooms={}, cache=cache_directory(), on_gpu=True)
+    made.store.close()
+    assert made._decision is not None
+    return made._decision, made.store.takes_device_memory
+
+
+def assert_agreed(bench: Bench, doctor: Callable[[Gds], dict[str, dict[str, str]]], gds: Gds) -> str | None:
+    """All three tell the same way and the same reason, which is returned."""
+    findings = doctor(gds)
+    probed = probe_gds.gds_obstacle(tuple(bench.places), gds)
+    decision, direct = run(bench, gds)
+    for path, decided in decision.directories.items():
+        finding = findings[f"nvme {path}"]
+        assert decided.describe() in finding["found"] and finding["advice"] == decided.choice.change
+        assert ("not direct" in finding["found"]) == (not direct)
+    assert (decision.obstacle is None) == direct == decision.direct
+    assert probed == (None if direct else str(decision.obstacle))
+    assert ("not in use" in findings["GDS"]["found"]) == (not direct)
+    if decision.obstacle is not None:
+        assert decision.obstacle.reason in findings["GDS"]["found"]
+    return probed
+
+
 @pytest.mark.parametrize(
     ("machine", "place", "reason"),
     [
         (MACHINE, PLACE, None),
-        (replace(MACHINE, nvidia_fs=False), PLACE, None),
-        (replace(MACHINE, nvidia_fs=False, p2pdma=False), PLACE, "nvidia-fs is not loaded, and without it the kernel"),
+        (NO_MODULE, PLACE, None),
+        (replace(NO_MODULE, p2pdma=False), PLACE, "nvidia-fs is not loaded, and without it the kernel"),
         (replace(MACHINE, udev=False), PLACE, "/run/udev cannot be read"),
         (replace(MACHINE, gpu=None), PLACE, "no CUDA device"),
         (replace(MACHINE, kvikio=None), PLACE, "kvikio is not installed"),
@@ -42,39 +129,44 @@ class Straight(PosixFile):
         (MACHINE, replace(PLACE, drive="md0", raid="raid5"), "md raid5"),
     ],
 )
-def test_doctor_probe_and_run_agree(
-    machine: Machine,
-    place: Place,
-    reason: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+def test_they_agree_on_what_the_facts_close(bench: Bench, doctor, machine, place, reason, tmp_path: Path) -> None:
+    bench.machine, bench.places = machine, {tmp_path: place}
+    told = assert_agreed(bench, doctor, "prefer")
+    assert told is None if reason is None else reason in (told or "")
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [(SLOW, "p2pdma moves 9.4 GB/s both ways at once, host memory 10.0 GB/s; nvme.gds = "), (HUNG, HUNG)],
+)
+def test_they_agree_on_a_direct_way_that_is_slow_or_hangs(bench: Bench, doctor, found: Measured, reason: str) -> None:
+    bench.machine, bench.told["p2pdma"] = NO_MODULE, found
+    assert reason in (assert_agreed(bench, doctor, "prefer") or "")
+
+
+def test_a_slow_direct_way_that_is_required_is_in_use_for_all(bench: Bench, doctor) -> None:
+    bench.machine, bench.told["p2pdma"] = NO_MODULE, SLOW
+    assert assert_agreed(bench, doctor, "require") is None
+
+
+def test_where_one_of_two_directories_is_direct_they_agree_that_none_goes_directly(
+    bench: Bench, doctor, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(decide, "read_machine", lambda gpu: machine)
-    monkeypatch.setattr(decide, "read_place", lambda path: replace(place, path=path))
-    monkeypatch.setattr(doctor_verb, "speeds", MEASURED)
-    monkeypatch.setattr(choose, "_said", set())
-    for module in (choose, probe_gds):
-        monkeypatch.setattr(module, "KvikioFile", Straight)
-    monkeypatch.setenv("TIERS_NVME", "1MiB")
-    monkeypatch.setenv("TIERS_NVME_PATH", str(tmp_path))
-    caplog.set_level(logging.INFO, "tiers")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    bench.places = {tmp_path / "a": PLACE, tmp_path / "b": replace(OTHER, kind="overlay")}
+    why = f"all directories must, and {tmp_path / 'b'} does not: cuFile has no direct way to overlay"
+    assert why in (assert_agreed(bench, doctor, "prefer") or "")
 
-    main(["doctor", "--json"])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    told = next(finding for finding in findings if finding["subject"] == f"nvme {tmp_path}")
-    probed = probe_gds.gds_obstacle([tmp_path])
-    opener = choose_backends([tmp_path], "prefer", None, UUID, MEASURED)
-    backend = opener(tmp_path)
-    backend.close()
 
-    assert backend.device_memory == opener.decision.direct == (reason is None)
-    assert opener.decision.directories[tmp_path].describe() in told["found"]
-    assert opener.decision.directories[tmp_path].describe() in caplog.text
-    if reason is None:
-        assert probed is None and "not direct" not in told["found"]
-    else:
-        assert reason in told["found"] and reason in caplog.text and reason in (probed or "")
-        assert told["advice"] in (probed or "")
+def test_what_one_of_them_measured_the_others_go_by(bench: Bench, doctor, tmp_path: Path) -> None:
+    assert_agreed(bench, doctor, "prefer")
+    assert bench.asked == [("host", tmp_path), ("gds", tmp_path), ("p2pdma", tmp_path)]
+
+
+def test_what_a_run_refuses_doctor_and_probe_give_the_reason_for(bench: Bench, doctor) -> None:
+    bench.machine, bench.told["p2pdma"] = NO_MODULE, HUNG
+    with pytest.raises(TiersError, match=HUNG):
+        run(bench, "require")
+    assert HUNG in doctor("require")["GDS"]["found"] and doctor("require")["GDS"]["status"] == "missing"
+    assert probe_gds.gds_obstacle(tuple(bench.places), "require") == HUNG

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.ways_fakes import MACHINE, UUID
 from torch_tiers.allocator.nvme import facts
-from torch_tiers.allocator.nvme.facts import Gpu, first_gpu, nvidia_fs_loaded, read_machine, read_place
+from torch_tiers.allocator.nvme.facts import Gpu, nvidia_fs_loaded, read_machine, read_place
 from torch_tiers.allocator.sizes import GiB
 
 GPUS = "proc/driver/nvidia/gpus"
@@ -55,7 +55,6 @@ def test_a_machine_of_which_nothing_can_be_read_has_nothing(tmp_path: Path) -> N
     assert (found.gpu, found.kernel, found.driver, found.p2pdma) == (None, "", None, None)
     assert not (found.open_modules or found.nvidia_fs or found.udev or found.wsl or found.multipath)
     assert found.static_bar1 == (platform.machine() != "x86_64")
-    assert first_gpu(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,6 @@ def test_nvidia_fs_is_seen_by_its_folder_or_in_the_module_list(tmp_path: Path) -
 def test_the_gpu_is_that_of_the_program(tmp_path: Path) -> None:
     other = {f"{GPUS}/0000:01:00.0/information": "Model: NVIDIA T4\nGPU UUID: GPU-1"}
     root = tree(tmp_path, {**TREE, **other})
-    assert first_gpu(root) == "1"
     assert read_machine(f"GPU-{UUID}", root=root).gpu == Gpu(UUID, "NVIDIA H100 80GB HBM3", 128 * GiB)
     assert read_machine("1", root=root).gpu == Gpu("1", "NVIDIA T4", None)  # nothing tells its BAR1
     assert read_machine("2", root=root).gpu is None
@@ -139,6 +137,6 @@ def test_a_directory_of_which_nothing_can_be_read_is_no_error(tmp_path: Path) ->
 
 
 def test_the_real_machine_can_be_read(tmp_path: Path) -> None:
-    assert read_machine(first_gpu()).kernel == platform.release()
+    assert read_machine(None).kernel == platform.release()
     assert read_place(tmp_path).kind
     assert list(tmp_path.iterdir()) == []
