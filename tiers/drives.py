@@ -19,6 +19,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.config import NvmeConfig
 from torch_tiers.migrator.offload.direct import DirectWay
+from torch_tiers.spoken import say
 
 log = logging.getLogger("tiers")
 
@@ -64,6 +65,9 @@ class Drives:
             account=account,
             rooms=rooms,
         )
+        # With TIERS_LOG=info each directory's way has been told, with its speeds.
+        if opener is not None and opener.obstacle is not None and not log.isEnabledFor(logging.INFO):
+            say(f"nvme goes through host memory: {opener.obstacle}")
 
     def direct_way(self, device: torch.device) -> DirectWay | None:
         """The way from a GPU's memory past the host's, where all directories have one.

@@ -33,7 +33,7 @@ class Spoken:
         """Tell once that training begins with tiers, and with `what`. Called in each thread that trains."""
         if not self._begun:
             self._begun = True
-            _say(f"at work: {what}")
+            say(f"at work: {what}")
 
     def ends(self, runtime: Runtime, links: Links, stats: dict[str, Any], run: Path | None, *, written: bool) -> None:
         """Tell what the run came to; `run` is the directory that was asked for, and `written` whether it is there."""
@@ -41,7 +41,7 @@ class Spoken:
             # Workers that preprocess with modules, and ranks but the first, have nothing to add.
             if rank() == 0 and not is_started_beside_others():
                 # A report was asked for and there is none, which must not go unsaid.
-                (log.warning if run is not None else _say)(_inferred(stats))
+                (log.warning if run is not None else say)(_inferred(stats))
             return
         if runtime.learned is None or not _is_heard():
             return
@@ -51,7 +51,7 @@ class Spoken:
         account = why.why(trace, plan, links, stats)
         answered = answer.answer_of(trace, links, stats, account)
         if not log.isEnabledFor(logging.INFO):
-            _say(f"{answer.in_short(answered)}; {_more(run, written=written)}")
+            say(f"{answer.in_short(answered)}; {_more(run, written=written)}")
             return
         for line in answer.render(answered, account.hints):
             log.info("%s", line)
@@ -98,7 +98,8 @@ def _is_heard() -> bool:
     return log.isEnabledFor(logging.WARNING) and rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell who looks on: on a terminal, of the first rank alone, or with ``TIERS_LOG=info``."""
     if _is_heard():
         # Past the logger's own level: it is no warning, and on a terminal it is said all the same.
         log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (text,), None))

@@ -19,6 +19,7 @@ from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.speeds import speeds
 from torch_tiers.allocator.nvme.ways import Gds as Gds
+from torch_tiers.allocator.nvme.ways import Obstacle
 
 log = logging.getLogger("tiers")
 
@@ -31,6 +32,12 @@ class Opener:
     def __init__(self, decision: Decision, gds: Gds) -> None:
         self.decision = decision
         self._gds = gds
+        self._refused: Obstacle | None = None
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """Why GPU memory does not go straight to all directories: as was decided, or as cuFile refused a file."""
+        return self.decision.obstacle or self._refused
 
     def __call__(self, directory: Path) -> Backend:
         """Open the file. If cuFile refuses it after all, and is not required, open it without."""
@@ -41,6 +48,7 @@ class Opener:
         except (StoreError, ImportError) as error:
             if self._gds == "require":
                 raise
+            self._refused = Obstacle(str(error))
             _say(f"nvme at {directory} goes through host memory: {error}")
             return several(PosixFile)(directory)
 

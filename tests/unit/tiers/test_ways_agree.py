@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.ways_fakes import EVEN, FAST, MACHINE, PLACE, SLOW, UUID
-from torch_tiers import drives
-from torch_tiers.allocator.errors import TiersError
+from torch_tiers import drives, spoken
+from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.nvme import choose, decide, speeds
 from torch_tiers.allocator.nvme.decide import Decision
 from torch_tiers.allocator.nvme.facts import Machine, Place
@@ -90,10 +93,14 @@ def doctor(
     return ask
 
 
+def drives_of(bench: Bench, gds: Gds) -> Drives:
+    config = NvmeConfig(paths=tuple(bench.places), gds=gds)
+    return Drives(config, 4 * MiB, step=MiB, account=None, rooms={}, cache=cache_directory(), on_gpu=True)
+
+
 def run(bench: Bench, gds: Gds) -> tuple[Decision, bool]:
     """What a run decides, and whether the files that it opens take GPU memory."""
-    config = NvmeConfig(paths=tuple(bench.places), gds=gds)
-    made = Drives(config, 4 * MiB, step=MiB, account=None, rooms={}, cache=cache_directory(), on_gpu=True)
+    made = drives_of(bench, gds)
     made.store.close()
     assert made._decision is not None
     return made._decision, made.store.takes_device_memory
@@ -170,3 +177,73 @@ def test_what_a_run_refuses_doctor_and_probe_give_the_reason_for(bench: Bench, d
         run(bench, "require")
     assert HUNG in doctor("require")["GDS"]["found"] and doctor("require")["GDS"]["status"] == "missing"
     assert probe_gds.gds_obstacle(tuple(bench.places), "require") == HUNG
+
+
+# ------------------------------------------------------------------------- what a run says on a terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "through host memory" in message]
+
+
+def at_the_default_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "tiers")
+    caplog.handler.setLevel(logging.NOTSET)  # as the handler of ours, which gets what is said past the logger's level
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody looks on, who has not asked for anything to be said."""
+    monkeypatch.setattr(spoken, "sys", SimpleNamespace(stderr=Terminal()))  # pytest sets its own before the test
+    at_the_default_level(caplog)
+
+
+@pytest.mark.parametrize("found", [SLOW, HUNG])
+def test_a_run_says_in_one_line_on_a_terminal_why_it_goes_through_host_memory(
+    bench: Bench, terminal: None, caplog: pytest.LogCaptureFixture, found: Measured
+) -> None:
+    bench.machine, bench.told["p2pdma"] = NO_MODULE, found
+    decision, _ = run(bench, "prefer")
+    assert lines(caplog) == [f"nvme goes through host memory: {decision.obstacle}"]
+
+
+def test_a_file_that_cufile_refuses_after_all_is_told_on_a_terminal(
+    bench: Bench, terminal: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path, *, mode: str) -> PosixFile:
+        raise StoreError(str(directory), 0, 0, "open a file for cuFile in", "error 5008")
+
+    monkeypatch.setattr(choose, "KvikioFile", refuse)
+    assert not run(bench, "prefer")[1]
+    (line,) = lines(caplog)
+    assert line.startswith("nvme goes through host memory: ") and "error 5008" in line
+
+
+def test_a_run_that_goes_directly_or_wants_no_direct_way_says_nothing(
+    bench: Bench, terminal: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(bench, "prefer")
+    bench.machine = replace(NO_MODULE, p2pdma=False)
+    drives_of(bench, "off").store.close()
+    assert lines(caplog) == []
+
+
+def test_where_nobody_looks_on_nothing_is_said(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    at_the_default_level(caplog)
+    bench.machine = replace(NO_MODULE, p2pdma=False)
+    run(bench, "prefer")
+    assert lines(caplog) == []
+
+
+def test_who_asked_for_more_is_told_the_way_of_each_directory_alone(
+    bench: Bench, terminal: None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "tiers")
+    bench.machine = replace(NO_MODULE, p2pdma=False)
+    decision, _ = run(bench, "prefer")
+    assert lines(caplog) == [f"nvme at {tmp_path} goes {decision.directories[tmp_path].describe()}"]
