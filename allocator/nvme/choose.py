@@ -80,19 +80,19 @@ def choose_backends(
     return Opener(decision, gds)
 
 
-def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None) -> Decision:
+def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_alone: bool = False) -> Decision:
     """What a run decides for the directories; where it refuses, what keeps it from a direct way.
 
     Parameters
     ----------
-    cache
-        As `decide` takes it.
+    cache, host_alone
+        As `decide` takes them.
     """
     gpu = gpu_in_use()
     try:
-        return decide(directories, gds, cache, gpu, measuring=speeds)
+        return decide(directories, gds, cache, gpu, measuring=speeds, host_alone=host_alone)
     except TiersError:
-        return decide(directories, "prefer", cache, gpu, measuring=speeds)
+        return decide(directories, "prefer", cache, gpu, measuring=speeds, host_alone=host_alone)
 
 
 def prepare_cufile(decision: Decision) -> None:

@@ -35,9 +35,13 @@ class Decided:
     choice: Choice
 
     def describe(self) -> str:
-        """One phrase: the way, the speeds, and why it is not direct."""
+        """One phrase: the way, the speeds or why ``host`` has none, and why it is not direct."""
         said = [NAMES[self.choice.way]]
-        said += [_rates(way, it) for way, it in self.measured.items() if isinstance(it, Speeds)]
+        for way, it in self.measured.items():
+            if isinstance(it, Speeds):
+                said.append(_rates(way, it))
+            elif way == "host":
+                said.append(it)
         text = ", ".join(said)
         return text if self.choice.why_not is None else f"{text}; not direct: {self.choice.why_not}"
 
@@ -75,6 +79,7 @@ def decide(
     gpu: str | None,
     *,
     measuring: Measuring | None,
+    host_alone: bool = False,
 ) -> Decision:
     """Decide for all directories. Where only ``host`` is possible nothing is measured, and no child process started.
 
@@ -86,6 +91,8 @@ def decide(
         The uuid of the GPU whose memory is to go there; None if there is none.
     measuring
         What measures, such as `speeds`; None measures nothing.
+    host_alone
+        Measure ``host`` also where only that is possible, for who wants to know how fast it is.
 
     Raises
     ------
@@ -100,8 +107,9 @@ def decide(
     worth = gds != "off" and measuring is not None and all(None in ways.values() for ways in possible.values())
     for path, at in places.items():
         measured: Mapping[Way, Measured] = {}
-        if worth and measuring is not None:
-            measured = measuring(["host", *(way for way in DIRECT if possible[path][way] is None)], machine, at, cache)
+        open_ways = [way for way in DIRECT if worth and possible[path][way] is None]
+        if measuring is not None and (worth or (host_alone and machine.gpu is not None)):
+            measured = measuring(["host", *open_ways], machine, at, cache)
         found[path] = possible[path], measured
     choices = choose_all(found, gds)
     return Decision(machine, {path: Decided(places[path], *found[path], choices[path]) for path in directories})

@@ -69,7 +69,7 @@ def _ways(config: Config, torch: TorchFacts | None) -> Decision:
         return decide(paths, "prefer", None, None, measuring=None)
     from torch_tiers.allocator.nvme.choose import foresee
 
-    return foresee(paths, config.nvme.gds, cache_directory())
+    return foresee(paths, config.nvme.gds, cache_directory(), host_alone=True)
 
 
 def _torch_facts() -> TorchFacts | None:

@@ -20,7 +20,7 @@ from torch_tiers.allocator.nvme import choose, decide, speeds
 from torch_tiers.allocator.nvme.decide import Decision
 from torch_tiers.allocator.nvme.facts import Machine, Place
 from torch_tiers.allocator.nvme.posix import PosixFile
-from torch_tiers.allocator.nvme.ways import Gds, Measured, Way
+from torch_tiers.allocator.nvme.ways import NAMES, Gds, Measured, Way
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.cli import doctor as doctor_verb
 from torch_tiers.cli.main import main
@@ -113,8 +113,9 @@ def assert_agreed(bench: Bench, doctor: Callable[[Gds], dict[str, dict[str, str]
     decision, direct = run(bench, gds)
     for path, decided in decision.directories.items():
         finding = findings[f"nvme {path}"]
-        assert decided.describe() in finding["found"] and finding["advice"] == decided.choice.change
-        assert ("not direct" in finding["found"]) == (not direct)
+        assert f"GPU memory goes {NAMES[decided.choice.way]}" in finding["found"]
+        assert finding["found"].partition("; not direct: ")[2] == (decided.choice.why_not or "")
+        assert finding["advice"] == decided.choice.change
     assert (decision.obstacle is None) == direct == decision.direct
     assert probed == (None if direct else str(decision.obstacle))
     assert ("not in use" in findings["GDS"]["found"]) == (not direct)
@@ -177,6 +178,33 @@ def test_what_a_run_refuses_doctor_and_probe_give_the_reason_for(bench: Bench, d
         run(bench, "require")
     assert HUNG in doctor("require")["GDS"]["found"] and doctor("require")["GDS"]["status"] == "missing"
     assert probe_gds.gds_obstacle(tuple(bench.places), "require") == HUNG
+
+
+def test_doctor_measures_the_host_s_way_where_no_other_is_open_and_a_run_does_not(
+    bench: Bench, doctor, tmp_path: Path
+) -> None:
+    bench.machine = replace(NO_MODULE, p2pdma=False)
+    run(bench, "prefer")
+    assert bench.asked == []
+    for gds in ("prefer", "require", "off"):
+        finding = doctor(gds)[f"nvme {tmp_path}"]
+        assert "through host memory, host 10.0/10.0/10.0 GB/s write/read/both; not direct: " in finding["found"]
+        assert finding["advice"] == ('set nvme.gds to "prefer"' if gds == "off" else "load it: modprobe nvidia-fs")
+    assert bench.asked == [("host", tmp_path)]
+
+
+def test_doctor_says_why_the_host_s_way_has_no_speed(bench: Bench, doctor, tmp_path: Path) -> None:
+    bench.machine, bench.told["host"] = replace(NO_MODULE, p2pdma=False), "the measurement of host failed: no room"
+    assert (
+        "through host memory, the measurement of host failed: no room; not"
+        in doctor("prefer")[f"nvme {tmp_path}"]["found"]
+    )
+
+
+def test_without_a_gpu_doctor_measures_nothing(bench: Bench, doctor) -> None:
+    bench.machine = replace(MACHINE, gpu=None)
+    doctor("prefer")
+    assert bench.asked == []
 
 
 # ------------------------------------------------------------------------- what a run says on a terminal
