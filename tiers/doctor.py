@@ -13,6 +13,7 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config import Config, NvmeConfig
 from torch_tiers.monitor.sensors import TRAFFIC, Choice
 from torch_tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of
+from torch_tiers.topology.wear import wear
 
 Status = Literal["ok", "degraded", "missing"]
 
@@ -90,7 +91,7 @@ def examine(
     yield _pinning(topology)
     yield _memory(topology, config)
     yield _cgroup(topology, config)
-    yield from _nvme(config.nvme, ways, filesystem_of, lambda path: shutil.disk_usage(path).free)
+    yield from _nvme(config.nvme, ways, filesystem_of, lambda path: shutil.disk_usage(path).free, wear)
     yield from _monitor(sensors)
 
 
@@ -210,6 +211,7 @@ def _nvme(
     ways: Decision,
     filesystem: Callable[[Path], Filesystem],
     free_bytes: Callable[[Path], int],
+    worn: Callable[[str], str | None],
 ) -> Iterator[Finding]:
     if not nvme.capacity:
         yield Finding("nvme", "ok", "off; TIERS_NVME and TIERS_NVME_PATH turn it on")
@@ -220,6 +222,8 @@ def _nvme(
         decided = ways.directories[path]
         direct = "takes O_DIRECT" if decided.place.direct else "goes through the page cache"
         found = f"{below.describe()}, {format_size(free)} free, {direct}; GPU memory goes {decided.describe()}"
+        if decided.place.drive is not None and (used := worn(decided.place.drive)) is not None:
+            found += f"; {used}"
         if free < share:
             yield Finding(subject, "missing", f"{found}, {format_size(share)} needed", "lower nvme.capacity")
         elif below.in_memory:

@@ -243,7 +243,7 @@ def _step(step: dict[str, Any]) -> str:
 
 
 def _wear(written: int, step: dict[str, Any]) -> str:
-    """What nvme takes: drives are made for so many bytes in all (TBW, DWPD), which only root may read from them."""
+    """What nvme takes: a drive is made for so many bytes in all. `tiers doctor` asks it how many are used up."""
     text = f"nvme takes {format_size(written)} an iteration"
     settled = step.get("settled", {"steps": 0})
     seconds = settled["median"] if settled["steps"] >= ENOUGH else step["median"]

@@ -547,6 +547,12 @@ def test_a_drive_with_too_little_room_is_missing(tmp_path):
     assert findings(config=config)[f"nvme {tmp_path}"].status == "missing"
 
 
+def test_doctor_says_how_worn_a_drive_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "wear", lambda drive: f"{drive} is old")
+    config = Config(nvme=NvmeConfig(paths=(tmp_path,), capacity=1))
+    assert "; nvme0n1 is old" in findings(config=config)[f"nvme {tmp_path}"].found
+
+
 def test_every_finding_that_is_not_ok_says_what_to_do():
     for found in (findings(), findings(CPU), findings(torch=None)):
         assert [f.subject for f in found.values() if f.status != "ok" and not f.advice] == []

@@ -1,0 +1,53 @@
+"""How worn a drive is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torch_tiers.topology.wear import wear
+
+TOLD = {
+    "smartctl": {"exit_status": 0},
+    "nvme_smart_health_information_log": {"percentage_used": 34, "data_units_written": 410_156_250},
+}
+
+
+def smartctl(directory: Path, monkeypatch: pytest.MonkeyPatch, prints: str, code: int = 0) -> None:
+    """Put a command of that name on the path."""
+    (directory / "told").write_text(prints)
+    command = directory / "smartctl"
+    command.write_text(f'#!/bin/sh\n[ "$3" = /dev/nvme0n1 ] && cat {directory / "told"}\nexit {code}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=":")
+
+
+@pytest.mark.parametrize("code", [0, 8])
+def test_a_drive_tells_how_much_of_its_writes_are_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Also one that is about to fail, of which smartctl exits with another code."""
+    smartctl(tmp_path, monkeypatch, json.dumps(TOLD), code)
+    assert wear("nvme0n1") == "34% of the writes that it is made for are used up, after 191.0 TiB"
+
+
+@pytest.mark.parametrize(
+    "prints",
+    [
+        "",
+        "[]",
+        '{"smartctl": {"exit_status": 2, "messages": [{"string": "Permission denied"}]}}',
+        '{"nvme_smart_health_information_log": {"percentage_used": null, "data_units_written": 1}}',
+        '{"ata_smart_attributes": {}}',
+    ],
+)
+def test_nothing_is_told_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str) -> None:
+    smartctl(tmp_path, monkeypatch, prints, 2)
+    assert wear("nvme0n1") is None
+
+
+def test_nothing_is_told_without_smartctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert wear("nvme0n1") is None

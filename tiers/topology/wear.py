@@ -1,0 +1,33 @@
+"""How worn a drive is, by what it tells of itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from torch_tiers.allocator.sizes import format_size
+
+UNIT = 512_000  # bytes that NVMe drives count in
+TIMEOUT = 5.0  # seconds
+
+
+def wear(drive: str) -> str | None:
+    """How much of the writes that a drive is made for are used up; None where that cannot be read.
+
+    smartctl reads it, and only root may.
+
+    Parameters
+    ----------
+    drive
+        The block device's name, such as ``nvme0n1``.
+    """
+    command = ["smartctl", "--json", "--attributes", f"/dev/{drive}"]
+    try:
+        # It exits with other codes, too, when a drive is about to fail, and tells all the same.
+        told = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).stdout
+        found: Any = json.loads(told)["nvme_smart_health_information_log"]
+        used, written = int(found["percentage_used"]), int(found["data_units_written"]) * UNIT
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return None
+    return f"{used}% of the writes that it is made for are used up, after {format_size(written)}"
