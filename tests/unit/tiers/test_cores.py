@@ -78,7 +78,8 @@ class Family:
         self.now, self.every, self.children = 0.0, every, list(children)
         self.sensor = Cores(lambda: self.now)
         self.listed = 0
-        process = SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=0.0, system=0.0), children=self._list)
+        at_rest = SimpleNamespace(user=0.0, system=0.0)
+        process = SimpleNamespace(cpu_times=lambda: at_rest, children=self._list, parent=lambda: None)
         monkeypatch.setattr(self.sensor, "_process", process)
 
     def _list(self, recursive: bool) -> list[Worker]:
@@ -209,10 +210,40 @@ def test_who_plans_for_us_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         sensor.read()
         assert planner.pid not in sensor._children
         time.sleep(0.3)
-        _, tree, planned, _ = sensor._busy()
+        _, tree, aside, _ = sensor._busy()
         planner.kill()
     assert tree == 0
-    assert planned > 0.05
+    assert aside > 0.05
+
+
+RANKS = """
+import os, subprocess, sys, time
+busy = lambda code, **environ: subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environ})
+others = [busy("while True: pass", LOCAL_RANK="1"), busy("while True: pass")]
+from torch_tiers.monitor.sensors.cores import Cores, _ranks_beside
+import psutil
+class Started:  # by the same launcher as those
+    pid = 0
+    parent = staticmethod(psutil.Process)
+print(list(_ranks_beside(Started)) == [others[0].pid])
+sensor = Cores()
+sensor._process.parent = psutil.Process
+sensor.read()
+time.sleep(0.5)
+_, _, aside, _ = sensor._busy()
+print(aside > 0.05)
+for other in others:
+    other.kill()
+"""
+
+
+@pytest.mark.parametrize("ranks, told", [("2", ["True", "True"]), ("1", ["False", "False"])])
+def test_another_rank_of_the_job_is_no_load(ranks: str, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do what this one does, and passed for somebody who keeps the memory bus busy."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == told
 
 
 def test_what_plans_for_us_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:

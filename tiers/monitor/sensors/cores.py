@@ -61,7 +61,8 @@ class _Child:
 class Cores:
     """CPU time of the process, of its tree, and of everybody, as cores busy.
 
-    Who plans for us is no part of the tree, nor of the others: that is over in seconds.
+    Who plans for us is no part of the tree, nor of the others: that is over in seconds. Nor are other ranks of the same
+    job, which do what this one does; their workers are others.
     """
 
     name = "cores"
@@ -70,9 +71,10 @@ class Cores:
         self._clock = clock
         self._process = psutil.Process()
         self._children: dict[int, _Child] = {}
-        self._planners: dict[int, _Child] = {}
+        self._aside: dict[int, _Child] = {}  # planners and other ranks
+        self._ranks = frozenset[int]()
         self._spent = 0.0  # seconds, by children since they were first seen
-        self._planned = 0.0  # and by planners
+        self._spent_aside = 0.0
         self._recently: tuple[deque[float], ...] = deque(maxlen=_LOOKS), deque(maxlen=_LOOKS)  # spare, and load
         self._looked = float("-inf")
         self._list_due = self._list_soon = float("-inf")
@@ -90,8 +92,8 @@ class Cores:
         busy = [rate(at, total) for rate, total in zip(self._rates, self._busy(), strict=True)]
         if None in busy:
             return None
-        own, tree, planned, everybody = (part or 0.0 for part in busy)
-        others = max(everybody - own - tree - planned, 0.0)
+        own, tree, aside, everybody = (part or 0.0 for part in busy)
+        others = max(everybody - own - tree - aside, 0.0)
         # Parts of what is there for this process: each of a node's ranks has workers of its own.
         cores = cores_of_rank(processes("LOCAL_WORLD_SIZE"))
         for looks, now in zip(self._recently, (max(1 - tree / cores, 0.0), tree + others), strict=True):
@@ -108,7 +110,7 @@ class Cores:
         return max(there, gone)
 
     def _busy(self) -> Iterator[float]:
-        """Seconds of CPU time so far: own, of the tree, of planners, of everybody."""
+        """Seconds of CPU time so far: own, of the tree, of planners and other ranks, of everybody."""
         own = self._process.cpu_times()
         yield own.user + own.system
         now = self._clock()
@@ -125,8 +127,8 @@ class Cores:
         if now > (self._list_soon if followed else self._list_due):
             self._list(now)
         yield self._spent
-        self._look_at_planners(since)
-        yield self._planned
+        self._look_aside(since)
+        yield self._spent_aside
         total = psutil.cpu_times()
         yield total.user + total.system + total.nice + getattr(total, "irq", 0.0) + getattr(total, "softirq", 0.0)
 
@@ -140,14 +142,27 @@ class Cores:
             if process.pid not in planning and (known is None or known.process != process):
                 with suppress(psutil.Error):
                     self._children[process.pid] = _Child(process)
+        self._ranks = frozenset(_ranks_beside(self._process))
         cost = time.thread_time() - begin
         self._list_due, self._list_soon = now + max(_LIST_EVERY, _LIST_COST * cost), now + _LIST_SOON * cost
 
-    def _look_at_planners(self, since: float) -> None:
-        planning = planners()
-        for pid in self._planners.keys() - planning:
-            del self._planners[pid]
-        for pid in planning:
+    def _look_aside(self, since: float) -> None:
+        there = planners() | self._ranks
+        for pid in self._aside.keys() - there:
+            del self._aside[pid]
+        for pid in there:
             with suppress(psutil.Error):
-                planner = self._planners.get(pid) or self._planners.setdefault(pid, _Child(psutil.Process(pid)))
-                self._planned += planner.look(since)
+                process = self._aside.get(pid) or self._aside.setdefault(pid, _Child(psutil.Process(pid)))
+                self._spent_aside += process.look(since)
+
+
+def _ranks_beside(process: psutil.Process) -> Iterator[int]:
+    """The other ranks of this node: who was started beside `process`, and has a rank of its own."""
+    if processes("LOCAL_WORLD_SIZE") == 1:
+        return
+    with suppress(psutil.Error):
+        launcher = process.parent()
+        for sibling in launcher.children() if launcher is not None else ():
+            with suppress(psutil.Error):
+                if sibling.pid != process.pid and "LOCAL_RANK" in sibling.environ():
+                    yield sibling.pid
