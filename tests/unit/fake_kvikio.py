@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_tiers.allocator.nvme import libcufile
+from torch_tiers.allocator.nvme import cufile, kvikio, libcufile
 from torch_tiers.allocator.nvme.libcufile import Descriptor, Status, declare
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,21 @@ class FakeKvikio:
     def _deregister(self, block: torch.Tensor) -> None:
         if not self._prefers_compat():
             _checked(self.double.library.cuFileBufDeregister(block.data_ptr()))
+
+
+@contextmanager
+def overseen(library: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKvikio]:
+    """Have cuFile be the double, as if it was never called before; in the end nothing may be wrong or left."""
+    library.reset()
+    monkeypatch.setattr(cufile, "_begun", False)
+    monkeypatch.setattr(cufile, "_registered", {})
+    monkeypatch.setattr(kvikio, "_said", set())
+    made = FakeKvikio(library)
+    made.install(monkeypatch)
+    yield made
+    assert library.violations == (0, "")
+    assert library.left_open == 0
+    assert not cufile._registered
 
 
 class CuFile:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.fake_kvikio import Double, FakeKvikio, build
+from tests.unit.fake_kvikio import Double, FakeKvikio, build, overseen
 from torch_tiers.allocator.errors import CorruptionError, StoreError, TiersError
-from torch_tiers.allocator.nvme import cufile, kvikio
 from torch_tiers.allocator.nvme.cufile import deregister, register
 from torch_tiers.allocator.nvme.kvikio import KvikioFile, Mode
 from torch_tiers.allocator.nvme.posix import PosixFile
@@ -36,15 +35,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Double:
 
 @pytest.fixture
 def fake(library: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKvikio]:
-    library.reset()
-    monkeypatch.setattr(cufile, "_begun", False)
-    monkeypatch.setattr(cufile, "_registered", {})
-    made = FakeKvikio(library)
-    made.install(monkeypatch)
-    yield made
-    assert library.violations == (0, "")
-    assert library.left_open == 0
-    assert not cufile._registered
+    with overseen(library, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture
@@ -411,8 +403,3 @@ def test_memory_that_cannot_be_deregistered_is_not_freed(caplog: pytest.LogCaptu
     ring = Ring(CPU, 1, SLOT, lambda block: None, refuse)
     ring.close()
     assert "256.0 KiB of staging slots are not freed: the driver is gone" in caplog.text
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvikio, "_said", set())

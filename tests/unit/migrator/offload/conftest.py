@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.by_hand import HandStore
+from tests.unit.fake_kvikio import Double, FakeKvikio, build, overseen
 from tests.unit.migrator.offload.rig import Rig, graph
 from torch_tiers.allocator.sizes import PAGE
 
@@ -33,3 +34,14 @@ def disk() -> Iterator[Rig]:
     yield rig
     store.finish()
     rig.close()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Double:
+    return build(tmp_path_factory.mktemp("double"))
+
+
+@pytest.fixture
+def fake(library: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKvikio]:
+    with overseen(library, monkeypatch) as made:
+        yield made

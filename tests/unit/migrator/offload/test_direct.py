@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,107 +19,25 @@ import pytest
 import torch
 
 from tests.unit.by_hand import eventually, raising
-from tests.unit.natively import built
+from tests.unit.migrator.offload.direct_rig import SLOT, Rig
 from torch_tiers.allocator.errors import StoreError, TierFull
-from torch_tiers.allocator.host.dram import DramArena
-from torch_tiers.allocator.nvme.extent import NvmeExtent
-from torch_tiers.allocator.nvme.posix import PosixFile
-from torch_tiers.allocator.nvme.ring import Ring
-from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.sizes import GiB, KiB, MiB
-from torch_tiers.migrator.offload.backing import Backing
-from torch_tiers.migrator.offload.direct import Direct, DirectWay
-from torch_tiers.migrator.offload.engine import Engine
-from torch_tiers.migrator.offload.group import Group, Saved, State
-from torch_tiers.migrator.streams.host import HostCompute, HostEvent, HostLane
-from torch_tiers.migrator.telemetry.counters import Counters
-
-SLOT, SLOTS = 64 * KiB, 3
-CPU = torch.device("cpu")
+from torch_tiers.allocator.nvme.kvikio import Mode
+from torch_tiers.migrator.offload.group import State
+from torch_tiers.migrator.streams.host import HostEvent
 
 
-class Drives(NvmeStore):
-    """A store whose requests fail, or wait, as a test says."""
-
-    fails: Callable[[str], bool] = staticmethod(lambda action: False)
-    go_on: threading.Event | None = None
-
-    def write(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
-        return self._failed("write") or super().write(extent, block)
-
-    def read(self, extent: NvmeExtent, block: torch.Tensor, arrived: object = None) -> Future[None]:
-        return self._failed("read") or super().read(extent, block)
-
-    def _failed(self, action: str) -> Future[None] | None:
-        if self.go_on is not None:
-            self.go_on.wait()
-        if not self.fails(action):
-            return None
-        future: Future[None] = Future()
-        future.set_exception(StoreError(self.where, 0, 1, action, "as the test says"))
-        return future
-
-
-class Rig:
-    """An engine of the host, whose memory plays HBM, with a direct way."""
-
-    def __init__(self, directory: Path, capacity: int = 64 * MiB) -> None:
-        self.counters = Counters()
-        self.store = Drives([directory], capacity, gds="off", step=MiB, backend=PosixFile)
-        self.arena = DramArena(64 * MiB, pinned=False, step=MiB)
-        self.backing = Backing(self.arena, self.store, self.counters)
-        out, back = HostLane("gds_write", Counters()), HostLane("gds_read", Counters())
-        self.rings = Ring(CPU, SLOTS, SLOT), Ring(CPU, SLOTS, SLOT)
-        self.direct = Direct(DirectWay(self.store, *self.rings), out, back, self.counters)
-        self.out = out
-        lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
-        self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, built(), self.direct)
-        self.engine.hbm.limit = GiB
-        self._lanes = lanes
-        self.held: list[object] = []
-
-    def offload(self, *sizes: int, tier: str | None = "nvme") -> tuple[Group, list[Saved], list[torch.Tensor]]:
-        """A group of storages of `sizes` bytes with random contents, which is on its way."""
-        group = Group(0, None, tier=tier)
-        tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
-        saved = [self.engine.add(group, tensor, 0, tensor.numel()) for tensor in tensors]
-        self.held += [self.engine.hold(each) for each in saved]
-        with self.engine.lock:
-            self.engine.offload(group)
-        return group, saved, [tensor.clone() for tensor in tensors]
-
-    def release(self) -> None:
-        with self.engine.lock:
-            self.engine.hbm.limit = 0
-            self.engine.relieve()
-            self.engine.hbm.limit = GiB
-
-    def back(self, saved: Saved) -> torch.Tensor:
-        with self.engine.lock:
-            buffer = self.engine.source(saved)
-        assert buffer is not None
-        return buffer[saved.offset : saved.offset + saved.nbytes]
-
-    def forget(self) -> None:
-        """The graph dies."""
-        self.held = []
-        with self.engine.lock:
-            self.engine.collect()
-
-    def close(self) -> None:
-        if self.store.go_on is not None:  # of a test that failed before it said so
-            self.store.go_on.set()
-        for lane in self._lanes:
-            lane.close()
-        self.direct.close()
-        self.backing.close()
-        self.store.close()
-        self.arena.close()
+@pytest.fixture(params=[None, "gds"], ids=["plain", "cufile"])
+def mode(request: pytest.FixtureRequest) -> Mode | None:
+    """How slots go to the file. Through cuFile a double looks at each call."""
+    if request.param == "gds":
+        request.getfixturevalue("fake")
+    mode: Mode | None = request.param
+    return mode
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig(mode: Mode | None, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, mode=mode)
     yield rig
     rig.close()
 
@@ -178,8 +95,8 @@ def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: i
     assert eventually(lambda: rig.store.used == 0)
 
 
-def test_a_drive_without_room_offloads_groups_through_dram(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, capacity=2 * SLOT)
+def test_a_drive_without_room_offloads_groups_through_dram(mode: Mode | None, tmp_path: Path) -> None:
+    rig = Rig(tmp_path, capacity=2 * SLOT, mode=mode)
     _, saved, contents = rig.offload(3 * SLOT)
     rig.release()
     assert rig.arena.peak > 0 and rig.counters.moved["gds_write"] == 0
@@ -362,6 +279,7 @@ def test_the_end_waits_for_what_is_under_way(rig: Rig) -> None:
     assert rig.counters.moved["gds_write"] == 20 * SLOT
 
 
+@pytest.mark.parametrize("mode", [None])  # the slot's memory stays registered, as it must
 def test_a_slot_that_may_still_be_read_is_used_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy failed, or says so: the next chunk in it would have been what came back."""
     _, saved, _ = rig.offload(SLOT)
