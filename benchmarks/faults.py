@@ -1,6 +1,7 @@
 """What becomes of a training run when its drive fails, lies, fills up or goes away, or when the run itself is killed?
 
 ``python -m benchmarks.faults --kills 50``
+``python -m benchmarks.faults --direct`` has what moves go past host memory, on a GPU if there is one.
 
 Every fault is injected into a run on the CPU, with little DRAM, so that much of what it saves goes to files. A byte is
 lost if losses or gradients differ by a bit from those of the run without tiers and nobody raised an exception; a file
@@ -25,7 +26,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.kills import Row, kills
+from benchmarks import direct_faults
+from benchmarks.kills import Row, kills, lost_bytes
 from tests.scenarios import bits, moving, perceptron, train
 from tests.unit.store_faults import Fault, FaultyFile, fail, short
 from torch_tiers.allocator.errors import CorruptionError, StoreError
@@ -57,10 +59,6 @@ def plain() -> list[bytes]:
     return program()
 
 
-def lost_bytes(found: list[bytes]) -> int:
-    return sum(a != b for one, other in zip(plain(), found, strict=True) for a, b in zip(one, other, strict=True))
-
-
 @contextmanager
 def said() -> Iterator[list[str]]:
     """Collect what tiers warns of."""
@@ -86,12 +84,8 @@ def faulty(
         files.append(FaultyFile(PosixFile(path), reads=reads, writes=writes, twice=twice))
         return files[-1]
 
-    def met() -> int:
-        kinds = {"read": reads or {}, "write": writes or {}}
-        return sum(n < file.count[kind] for file in files for kind, faults in kinds.items() for n in faults)
-
     with mock.patch.object(store, "choose_backend", lambda gds: open_file):
-        yield met
+        yield lambda: sum(file.met for file in files)
 
 
 def run(directory: str, dram: str = SCARCE) -> tuple[list[bytes], int]:
@@ -106,7 +100,7 @@ def writes_that_fail(requests: range = range(3)) -> Row:
         for n in requests:
             faults = faulty(writes={n: fail(code)}, twice=True)
             with tempfile.TemporaryDirectory() as directory, said() as lines, faults as met:
-                lost += lost_bytes(run(directory, DRAM)[0])
+                lost += lost_bytes(run(directory, DRAM)[0], plain())
                 left += len(os.listdir(directory))
                 times += met()
                 warned += ["cannot write" in line for line in lines] == [True]
@@ -119,7 +113,7 @@ def reads_that_fail(requests: range = range(6)) -> Row:
     for n in requests:
         with tempfile.TemporaryDirectory() as directory, faulty(reads={n: fail(errno.EIO)}, twice=True) as met:
             try:
-                lost += lost_bytes(run(directory)[0])
+                lost += lost_bytes(run(directory)[0], plain())
             except StoreError as error:
                 raised += error.action == "read" and error.path == directory
             left += len(os.listdir(directory))
@@ -137,7 +131,7 @@ def transfers_that_stop(every: int = 3) -> Row:
     faults = [short(64 * 1024), short(5000), fail(errno.EINTR)]
     at = {n: faults[n // every % len(faults)] for n in range(0, 3000, every)}
     with tempfile.TemporaryDirectory() as directory, faulty(reads=at, writes=at) as met, said() as lines:
-        lost = lost_bytes(run(directory)[0])
+        lost = lost_bytes(run(directory)[0], plain())
         left = len(os.listdir(directory))
         times = met()
     return Row("a transfer is short or interrupted", times, f"equal results; {len(lines)} warnings", lost, left)
@@ -191,7 +185,7 @@ def flip_on_disk(file: PosixFile, bit: int) -> None:
 
 
 def directory_that_is_removed(times: int = 3) -> Row:
-    lost = 0
+    lost, expected = 0, plain()
     for _ in range(times):
         with tempfile.TemporaryDirectory() as parent:
             directory = Path(parent) / "drive"
@@ -200,7 +194,7 @@ def directory_that_is_removed(times: int = 3) -> Row:
                 program(steps=1)
                 assert session.stats()["moved"]["disk_write"] > 0
                 directory.rmdir()
-                lost += lost_bytes(program())
+                lost += lost_bytes(program(), expected)
     return Row("the directory is removed while running", times, "equal results; the open file has no name", lost)
 
 
@@ -237,10 +231,10 @@ def command(*words: str) -> None:
 
 def filesystem_that_is_full(kind: str) -> Row:
     """It has room for less than the program has to put there; the arena has room for the rest."""
-    size = 4 * MiB if kind == "tmpfs" else 5 * MiB
+    size, expected = 4 * MiB if kind == "tmpfs" else 5 * MiB, plain()
     with small_filesystem(kind, size) as directory, said() as lines:
         with moving(dram="16MiB", nvme=NVME, nvme_path=directory, nvme_gds="off") as session:
-            lost = lost_bytes(program())
+            lost = lost_bytes(program(), expected)
             free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
             held = session.stats()["peak"]["nvme"]
         left = len(os.listdir(directory))
@@ -260,16 +254,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--direct", action="store_true", help="the direct lane alone")
     options = parser.parse_args()
     faults: tuple[Callable[[], Row], ...] = (
-        writes_that_fail,
-        reads_that_fail,
-        transfers_that_stop,
-        bits_that_flip,
-        directory_that_is_removed,
-        functools.partial(filesystem_that_is_full, "ext4"),
-        functools.partial(filesystem_that_is_full, "tmpfs"),
-        functools.partial(kills, options.kills, options.seed),
+        direct_faults.FAULTS
+        if options.direct
+        else (
+            writes_that_fail,
+            reads_that_fail,
+            transfers_that_stop,
+            bits_that_flip,
+            directory_that_is_removed,
+            functools.partial(filesystem_that_is_full, "ext4"),
+            functools.partial(filesystem_that_is_full, "tmpfs"),
+            functools.partial(kills, options.kills, options.seed),
+        )
     )
     rows, skipped = [], []
     for fault in faults:

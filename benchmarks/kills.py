@@ -31,6 +31,11 @@ class Row:
     left: int = 0
 
 
+def lost_bytes(found: list[bytes], expected: list[bytes]) -> int:
+    """How many bytes of the results are others than expected."""
+    return sum(a != b for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True))
+
+
 TRAINING = """
 import runpy, sys, torch
 from torch_tiers.autoload import gate

@@ -47,14 +47,20 @@ def _cufile_takes_files() -> bool:
 
 
 @contextmanager
-def _directly(device: torch.device, **faults: Any) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a session in which all that moves goes to a file directly."""
+def directly(device: torch.device, opened: list[FaultyFile] | None = None, **faults: Any) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a session in which all that moves goes to a file directly.
+
+    The files that are `opened` are kept there.
+    """
     by_cufile = device.type == "cuda" and _cufile_takes_files()
 
     def open_file(path: Any) -> Backend:
-        if device.type != "cuda":
-            return FaultyFile(PosixFile(path), **faults)
-        return FaultyFile(KvikioFile(path, mode="gds" if by_cufile else "compat"), **faults)
+        on_gpu = device.type == "cuda"
+        file = KvikioFile(path, mode="gds" if by_cufile else "compat") if on_gpu else PosixFile(path)
+        faulty = FaultyFile(file, **faults)
+        if opened is not None:
+            opened.append(faulty)
+        return faulty
 
     def ring(device: torch.device) -> Ring:
         register = (cufile.register, cufile.deregister) if by_cufile else (None, None)
@@ -84,7 +90,7 @@ def _six_layers(device: torch.device) -> list[Tensor]:
 
 
 def everything_goes_past_host_memory(device: torch.device) -> None:
-    with _directly(device) as arguments:
+    with directly(device) as arguments:
         stats = _assert_same_directly(_six_layers, device, **arguments)
     assert stats["peak"]["nvme"] > 0
     settled = stats["settled"]["moved"]
@@ -102,7 +108,7 @@ def flashneuron_leaves_dram_alone(device: torch.device) -> None:
         return train(model, device, steps=8, loss_of=lambda model, x: model(x.repeat(8, 2)).square().mean())
 
     on_gpu = device.type == "cuda"
-    with _directly(device) as arguments:
+    with directly(device) as arguments:
         arguments |= {"tier": None, "policy": "flashneuron", "hbm": "320MiB" if on_gpu else "4MiB"}
         if on_gpu:  # the first steps, of which there is no plan yet, leave all that they save to DRAM
             arguments |= {"dram": "512MiB", "nvme": "512MiB"}
@@ -117,7 +123,7 @@ def a_network_with_tensors_of_all_sizes(device: torch.device) -> None:
         layers = [nn.Sequential(nn.Linear(128, 96), nn.LayerNorm(96), nn.GELU(), nn.Linear(96, 128)) for _ in range(4)]
         return train(nn.Sequential(*layers).to(device), device, steps=6)
 
-    with _directly(device) as arguments:
+    with directly(device) as arguments:
         _assert_same_directly(program, device, **arguments)
 
 
@@ -132,12 +138,12 @@ def a_graph_that_is_used_twice(device: torch.device) -> None:
             model.zero_grad()
         return results
 
-    with _directly(device) as arguments:
+    with directly(device) as arguments:
         _assert_same_directly(program, device, **arguments)
 
 
 def a_graph_that_is_dropped_half_way(device: torch.device) -> None:
-    with _directly(device) as arguments, moving(**arguments) as session:
+    with directly(device) as arguments, moving(**arguments) as session:
         model = perceptron(device, depth=8)
         for i in range(10):
             loss = model(batch(device, i)).square().mean()
@@ -148,13 +154,13 @@ def a_graph_that_is_dropped_half_way(device: torch.device) -> None:
 
 
 def a_drive_that_fails_to_write(device: torch.device) -> None:
-    with _directly(device, writes={n: fail(errno.EIO) for n in range(3, 60, 7)}, twice=True) as arguments:
+    with directly(device, writes={n: fail(errno.EIO) for n in range(3, 60, 7)}, twice=True) as arguments:
         _assert_same_directly(_six_layers, device, **arguments)
 
 
 def a_drive_that_gives_back_other_bytes(device: torch.device) -> None:
     """Once is read again; always ends training instead of going on with them."""
-    with _directly(device, reads={n: flip(0) for n in range(10_000)}) as arguments:
+    with directly(device, reads={n: flip(0) for n in range(10_000)}) as arguments:
         arguments |= {"dram": "32MiB"}  # which holds the first steps, so that the first read is a direct one
         with moving(**arguments) as session:
             with pytest.raises(StoreError, match="checksum"):

@@ -72,6 +72,11 @@ class FaultyFile:
         self._full_at = full_at
         self._lock = threading.Lock()
 
+    @property
+    def met(self) -> int:
+        """How many faults were met."""
+        return sum(n < self.count[kind] for kind, faults in self._faults.items() for n in faults)
+
     def grow(self, size: int) -> None:
         if self._full_at is not None and size > self._full_at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

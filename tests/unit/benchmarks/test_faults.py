@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import faults
+from benchmarks import direct_faults, faults
 from benchmarks.faults import Skipped
 from benchmarks.kills import Row, kills
 
@@ -20,6 +20,8 @@ FAULTS = {
     "ext4 full": functools.partial(faults.filesystem_that_is_full, "ext4"),
     "tmpfs full": functools.partial(faults.filesystem_that_is_full, "tmpfs"),
     "killed": functools.partial(kills, 3),
+    "writes fail directly": direct_faults.FAULTS[1],
+    "short directly": direct_faults.FAULTS[5],
 }
 
 

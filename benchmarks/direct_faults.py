@@ -1,0 +1,68 @@
+"""What becomes of what goes to a drive past host memory when the drive fails or lies: rows of the table of faults."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+from benchmarks.kills import Row, lost_bytes
+from tests.scenarios import bits, moved, moving, perceptron, train
+from tests.scenarios.direct import directly
+from tests.unit.store_faults import Fault, FaultyFile, fail, flip, short
+from torch_tiers.allocator.errors import StoreError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REQUESTS = range(3, 60, 7)  # of which kind every so many meet the fault
+
+
+def program() -> list[bytes]:
+    """Train for eight steps, of which the first are planned by; every loss and gradient, as bytes."""
+    return bits(train(perceptron(DEVICE, depth=6), DEVICE, steps=8))
+
+
+@functools.cache
+def plain() -> list[bytes]:
+    return program()
+
+
+def row(
+    name: str, reads: Mapping[int, Fault] | None = None, writes: Mapping[int, Fault] | None = None, twice: bool = False
+) -> Row:
+    opened: list[FaultyFile] = []
+    expected = plain()
+    lost, happened = 0, "equal results"
+    with directly(DEVICE, opened, reads=reads, writes=writes, twice=twice) as arguments:
+        with moving(**arguments) as session:
+            try:
+                lost = lost_bytes(program(), expected)
+            except StoreError as error:
+                happened = f"{type(error).__name__} out of backward"
+            went = moved(session)["gds_write"]
+        left = len(os.listdir(arguments["nvme_path"]))
+    if not went:
+        raise RuntimeError("nothing went to the drive directly")
+    return Row(f"directly: {name}", sum(file.met for file in opened), happened, lost, left)
+
+
+def _each(fault: Fault) -> dict[int, Fault]:
+    return dict.fromkeys(REQUESTS, fault)
+
+
+def _always(fault: Fault) -> dict[int, Fault]:
+    return dict.fromkeys(range(10_000), fault)
+
+
+FAULTS: tuple[Callable[[], Row], ...] = (
+    functools.partial(row, "nothing fails"),
+    functools.partial(row, "EIO, also when tried again, on some writes", writes=_each(fail(errno.EIO)), twice=True),
+    functools.partial(row, "ENOSPC on a write", writes={5: fail(errno.ENOSPC)}, twice=True),
+    functools.partial(row, "EIO on some reads, not when tried again", reads=_each(fail(errno.EIO))),
+    functools.partial(row, "EIO on every read", reads=_always(fail(errno.EIO))),
+    functools.partial(row, "a transfer is short", reads=_each(short(5000)), writes=_each(short(64 * 1024))),
+    functools.partial(row, "a bit is other on some reads, not when read again", reads=_each(flip(4321))),
+    functools.partial(row, "a bit is other on every read", reads=_always(flip(4321))),
+)
