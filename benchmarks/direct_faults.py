@@ -1,4 +1,7 @@
-"""What becomes of what goes to a drive past host memory when the drive fails or lies: rows of the table of faults."""
+"""What becomes of a run whose drive fails or lies, when moves go there past host memory?
+
+``python -m benchmarks.direct_faults`` prints a table as `benchmarks.faults` does, of a GPU if there is one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from benchmarks.faults import report
 from benchmarks.kills import Row, lost_bytes
 from tests.scenarios import bits, moved, moving, perceptron, train
 from tests.scenarios.direct import directly
@@ -45,7 +49,7 @@ def row(
         left = len(os.listdir(arguments["nvme_path"]))
     if not went:
         raise RuntimeError("nothing went to the drive directly")
-    return Row(f"directly: {name}", sum(file.met for file in opened), happened, lost, left)
+    return Row(name, sum(file.met for file in opened), happened, lost, left)
 
 
 def _each(fault: Fault) -> dict[int, Fault]:
@@ -66,3 +70,7 @@ FAULTS: tuple[Callable[[], Row], ...] = (
     functools.partial(row, "a bit is other on some reads, not when read again", reads=_each(flip(4321))),
     functools.partial(row, "a bit is other on every read", reads=_always(flip(4321))),
 )
+
+
+if __name__ == "__main__":
+    report([fault() for fault in FAULTS])

@@ -1,7 +1,6 @@
 """What becomes of a training run when its drive fails, lies, fills up or goes away, or when the run itself is killed?
 
 ``python -m benchmarks.faults --kills 50``
-``python -m benchmarks.faults --direct`` has what moves go past host memory, on a GPU if there is one.
 
 Every fault is injected into a run on the CPU, with little DRAM, so that much of what it saves goes to files. A byte is
 lost if losses or gradients differ by a bit from those of the run without tiers and nobody raised an exception; a file
@@ -19,14 +18,13 @@ import platform
 import random
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from benchmarks import direct_faults
 from benchmarks.kills import Row, kills, lost_bytes
 from tests.scenarios import bits, moving, perceptron, train
 from tests.unit.store_faults import Fault, FaultyFile, fail, short
@@ -254,21 +252,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--direct", action="store_true", help="the direct lane alone")
     options = parser.parse_args()
     faults: tuple[Callable[[], Row], ...] = (
-        direct_faults.FAULTS
-        if options.direct
-        else (
-            writes_that_fail,
-            reads_that_fail,
-            transfers_that_stop,
-            bits_that_flip,
-            directory_that_is_removed,
-            functools.partial(filesystem_that_is_full, "ext4"),
-            functools.partial(filesystem_that_is_full, "tmpfs"),
-            functools.partial(kills, options.kills, options.seed),
-        )
+        writes_that_fail,
+        reads_that_fail,
+        transfers_that_stop,
+        bits_that_flip,
+        directory_that_is_removed,
+        functools.partial(filesystem_that_is_full, "ext4"),
+        functools.partial(filesystem_that_is_full, "tmpfs"),
+        functools.partial(kills, options.kills, options.seed),
     )
     rows, skipped = [], []
     for fault in faults:
@@ -276,6 +269,11 @@ def main() -> None:
             rows.append(fault())
         except Skipped as reason:
             skipped.append(f"Left out: {reason}.")
+    report(rows, skipped)
+
+
+def report(rows: list[Row], skipped: Sequence[str] = ()) -> None:
+    """Print the table; exit with 1 if anything was lost or left."""
     print(f"Python {platform.python_version()}, PyTorch {torch.__version__}, Linux {platform.release()}.\n")
     print("\n".join([*table(rows), *skipped]))
     if any(row.lost or row.left for row in rows):

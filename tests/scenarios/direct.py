@@ -100,18 +100,19 @@ def everything_goes_past_host_memory(device: torch.device) -> None:
 def flashneuron_leaves_dram_alone(device: torch.device) -> None:
     """As in its paper: from HBM to the drive and back.
 
-    On a GPU a budget holds what libraries take, too, so that the model is larger there: it saves 16 MiB a layer.
+    On a GPU a budget holds what libraries take, too, and what PyTorch's allocator reserves beyond what it hands out, so
+    that the model is larger there: it saves 4 MiB a layer.
     """
 
     def large(device: torch.device) -> list[Tensor]:
-        model = perceptron(device, width=256, depth=24)
-        return train(model, device, steps=8, loss_of=lambda model, x: model(x.repeat(8, 2)).square().mean())
+        model = perceptron(device, width=256, depth=160)
+        return train(model, device, steps=8, loss_of=lambda model, x: model(x.repeat(2, 2)).square().mean())
 
     on_gpu = device.type == "cuda"
     with directly(device) as arguments:
-        arguments |= {"tier": None, "policy": "flashneuron", "hbm": "320MiB" if on_gpu else "4MiB"}
+        arguments |= {"tier": None, "policy": "flashneuron", "hbm": "480MiB" if on_gpu else "4MiB"}
         if on_gpu:  # the first steps, of which there is no plan yet, leave all that they save to DRAM
-            arguments |= {"dram": "512MiB", "nvme": "512MiB"}
+            arguments |= {"dram": "1GiB", "nvme": "1GiB"}
         stats = _assert_same_directly(large if on_gpu else _six_layers, device, **arguments)
     settled = stats["settled"]["moved"]
     assert settled["gds_write"] > 0 and settled["gds_read"] > 0 and settled["d2h"] == settled["h2d"] == 0
