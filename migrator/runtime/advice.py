@@ -72,7 +72,8 @@ class Advice:
         learner = next((mover.learner for mover in movers if mover.learner.plans), None)
         predictions = () if learner is None or learner.varies else learner.predictions
         only = predictions[0] if len(predictions) == 1 else None
-        is_known = only is not None and only.ideal and not ((pages := self._pages()) and pages.reads_dram)
+        is_known = only is not None and only.ideal and only.is_sure_of_ideal
+        is_known = is_known and not ((pages := self._pages()) and pages.reads_dram)
         self._predicted = (only.ideal, only.seconds) if only is not None and is_known else (None, None)
 
     def _now(self) -> Now:

@@ -30,6 +30,8 @@ from torch_tiers.migrator.planner.schedule import limits_by_position, spans_of
 from torch_tiers.migrator.simulator.group import Group, past_dram
 from torch_tiers.migrator.simulator.machine import Machine
 
+SURE = 1.05  # times the device's seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
@@ -41,6 +43,8 @@ class Simulated:
         The step.
     ideal : float
         The step with everything kept.
+    least : float
+        Seconds of it that the device computes; 0 without a host clock.
     recomputing : float
         Seconds of the step spent on recomputing what was dropped.
     slowed : float
@@ -70,6 +74,7 @@ class Simulated:
 
     seconds: float
     ideal: float
+    least: float
     recomputing: float
     slowed: float
     issuing: float
@@ -87,6 +92,11 @@ class Simulated:
     def fraction(self) -> float:
         """Of ideal; 1 where times were not measured."""
         return self.ideal / self.seconds if self.seconds else 1.0
+
+    @property
+    def is_sure_of_ideal(self) -> bool:
+        """Whether the ideal depends on the device: what it waits for the host is overstated by recordings."""
+        return not self.least or self.ideal <= SURE * self.least
 
 
 def simulate(
@@ -310,6 +320,7 @@ class _Step:
         return Simulated(
             seconds=max(self.machine.now, self.machine.host + self.trace.lead),
             ideal=self.trace.seconds,
+            least=0.0 if self.trace.clocks is None else sum(self.trace.clocks.device),
             recomputing=self.recomputing,
             slowed=self.machine.slowed,
             issuing=sum(self.clocks.host[1:]),

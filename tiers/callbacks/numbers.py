@@ -44,6 +44,6 @@ def _fraction(session: Session, stats: Mapping[str, Any]) -> float | None:
     step = step_seconds(stats)
     measured = step and step * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     peak, budget = stats["peak"]["hbm"], stats["budget"]["hbm"]
-    ideal = None if read_in_dram(stats) else prediction.ideal
+    ideal = prediction.ideal if prediction.is_sure_of_ideal and not read_in_dram(stats) else None
     answer = Answer(None, peak, budget, ideal, prediction.seconds, measured, varies=False)
     return 1 / answer.times_as_long if answer.times_as_long else None

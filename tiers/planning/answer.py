@@ -48,6 +48,9 @@ class Answer:
         Seconds that nine of ten iterations under the last plan lay between; None of too few.
     without_gpu : bool
         Host memory played the GPU's.
+    least : float or None
+        Seconds that the device computes in an iteration with everything kept, where its host holds it up by the model;
+        None elsewhere.
     """
 
     needs: int | None
@@ -63,6 +66,7 @@ class Answer:
     share: str | None = None
     most_took: tuple[float, float] | None = None
     without_gpu: bool = False
+    least: float | None = None
 
     @property
     def of_predicted(self) -> tuple[float, float] | None:
@@ -89,6 +93,17 @@ class Answer:
         overstated = self.measured is None or self.predicted > LATE * self.measured
         return max(1.0, (self.predicted if overstated or self.measured is None else self.measured) / self.ideal)
 
+    @property
+    def at_most(self) -> float | None:
+        """How many times as long it takes at most, where the host is what the ideal waits for; None elsewhere.
+
+        While an iteration is recorded the host takes longer than it does in the plain program, and nobody can tell by
+        how much. The device does not.
+        """
+        if self.times_as_long is None or not self.least:
+            return None
+        return max(self.times_as_long, (self.measured or self.predicted or 0.0) / self.least)
+
 
 def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> Answer:
     """Answer for a run whose last trace this is, and whose stats.json held `stats`."""
@@ -110,6 +125,7 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
         stats.get("budget_share"),
         None if step is None else (step[0] * parts, step[1] * parts),
         stats["device"] == "cpu",
+        None if why.result.is_sure_of_ideal else why.result.least,
     )
 
 
@@ -123,6 +139,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "budget": answer.budget,
         "budget_share": answer.share,
         "times_as_long": answer.times_as_long,
+        "times_as_long_at_most": answer.at_most,
         "ideal_s": answer.ideal,
         "predicted_s": answer.predicted,
         "measured_s": answer.measured,
@@ -141,7 +158,7 @@ def in_short(answer: Answer) -> str:
         why = f": {answer.in_dram} lay in dram" if answer.in_dram else ""
         return f"{text}; what the budget costs cannot be told{why}"
     good = "" if answer.of_predicted is None else f" ({_told(answer)})"
-    return f"{text}; an iteration took {times:.2f} times as long as is predicted with all of that memory{good}"
+    return f"{text}; an iteration took {_times(answer)} times as long as is predicted with all of that memory{good}"
 
 
 def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
@@ -175,20 +192,31 @@ def _time(answer: Answer) -> Iterator[str]:
             "tiers bench measures it"
         )
     elif measured is None or predicted > LATE * measured:
-        yield f"an iteration is predicted to take {times:.2f} times as long as with all of that memory"
+        yield f"an iteration is predicted to take {_times(answer)} times as long as with all of that memory"
     elif measured > LATE * predicted:
         yield (
-            f"an iteration takes {times:.2f} times as long as is predicted with all of that memory; the plan explains "
-            f"{predicted / answer.ideal:.2f} times, and the lines below say what else slows it down"
+            f"an iteration takes {_times(answer)} times as long as is predicted with all of that memory; the plan "
+            f"explains {predicted / answer.ideal:.2f} times, and the lines below say what else slows it down"
         )
     else:
-        yield f"an iteration takes {times:.2f} times as long as is predicted with all of that memory"
+        yield f"an iteration takes {_times(answer)} times as long as is predicted with all of that memory"
+    if answer.at_most is not None:
+        yield (
+            "by the model the host holds it up, which recordings overstate: how long the plain program takes is not "
+            "known, and tiers bench measures it"
+        )
     if measured is None:
         yield f"{_ms(predicted)} are predicted; how good that is cannot be told, as no iteration was measured"
     else:
         yield f"an iteration took {_ms(measured)} as measured, and {_ms(predicted)} as predicted; {_told(answer)}"
     if answer.without_gpu:
         yield f"without a GPU a program usually takes {WITHOUT_GPU} as long under torch-tiers, whatever the budget"
+
+
+def _times(answer: Answer) -> str:
+    """How many times as long, or between how many and how many."""
+    most = "" if answer.at_most is None else f" to {answer.at_most:.2f}"
+    return f"{answer.times_as_long:.2f}{most}"
 
 
 def _told(answer: Answer) -> str:

@@ -141,6 +141,9 @@ def render(
         table.add_row(*row)
     yield table
     yield "speeds are predicted; 1.000 is that with all of this memory; a run leaves a part of TIERS_HBM free"
+    results = (offer.outcome.result for offer in made if isinstance(offer.outcome, Candidate))
+    if not all(result.is_sure_of_ideal for result in results):
+        yield "by the model the host holds it up, which recordings overstate: small budgets may cost more than that"
     if in_dram:
         yield (
             f"in the run {in_dram} lay in dram: what less hbm costs such a program is not predicted, tiers bench "

@@ -12,6 +12,7 @@ from tests.unit.modelled import gpt
 from tests.unit.tiers.test_cli import STATS
 from torch_tiers.allocator.sizes import GiB, MiB, format_at_least
 from torch_tiers.migrator.controller.planned import needs
+from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
@@ -103,6 +104,20 @@ def test_where_too_much_was_predicted_the_ideal_is_too_much_as_well() -> None:
     given = answered(RESULT.seconds / 2)
     assert given.times_as_long == pytest.approx(RESULT.seconds / RESULT.ideal)
     assert "is predicted to take" in text(given)
+
+
+def test_where_the_host_holds_the_program_up_it_tells_between_what_and_what_the_cost_lies() -> None:
+    """A T5 took 1.39 times plain's step; recorded, its host took a third longer than plain does altogether."""
+    stretches = len(MODEL.times) + 1
+    trace = MODEL.on(Clocks(device=(0.3 / stretches,) * stretches, host=(0.4 / stretches,) * stretches))
+    given = answered(0.45, trace)
+    assert given.times_as_long is not None and given.at_most is not None
+    assert given.times_as_long < given.at_most == pytest.approx(0.45 / 0.3)
+    between = f"{given.times_as_long:.2f} to 1.50 times as long"
+    assert between in text(given) and between in in_short(given)
+    assert "the host holds it up" in text(given)
+    busy = MODEL.on(Clocks(device=(0.4 / stretches,) * stretches, host=(0.3 / stretches,) * stretches))
+    assert answered(0.45, busy).at_most is None
 
 
 def under_plan(low: float, high: float) -> Answer:

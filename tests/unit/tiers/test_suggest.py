@@ -14,10 +14,11 @@ from torch_tiers.allocator.sizes import GiB
 from torch_tiers.cli.main import main
 from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model import trace_json
+from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import LAYOUTS
 from torch_tiers.planning.compare import Candidate
-from torch_tiers.planning.suggest import FAST, Offer, best, offers
+from torch_tiers.planning.suggest import FAST, Offer, best, offers, render
 
 MODEL = gpt(blocks=6)
 
@@ -54,6 +55,17 @@ def test_the_smallest_budget_is_suggested_that_costs_little(made: list[Offer]) -
 def test_of_a_program_that_is_slow_at_any_budget_some_is_suggested_all_the_same(made: list[Offer]) -> None:
     slow = [offer for offer in made if offer.speed < FAST]
     assert slow and best(slow) is not None
+
+
+@pytest.mark.parametrize("host, said", [(0.2, False), (0.4, True)])
+def test_where_the_host_holds_the_program_up_speeds_are_said_to_be_uncertain(host: float, said: bool) -> None:
+    """With what recordings overstate as the ideal, recomputing seems to cost next to nothing."""
+    stretches = len(MODEL.times) + 1
+    trace = MODEL.on(Clocks(device=(0.3 / stretches,) * stretches, host=(host / stretches,) * stretches))
+    needed = needs(trace, PCIE_GEN5)
+    found = offers(trace, needed, PCIE_GEN5, "auto", free=LAYOUTS)
+    told = [line for line in render(trace, needed, found, "pages") if isinstance(line, str)]
+    assert any("the host holds it up" in line for line in told) is said
 
 
 def test_the_table_ends_with_the_first_budget_that_is_too_small(

@@ -42,7 +42,7 @@ def sections(stats: Mapping[str, Any], history: History | str, plan: Planned | N
         budgets(
             _offers(plan, stats),
             budget,
-            None if plan is None else plan.answer.times_as_long,
+            None if plan is None else plan.answer.at_most or plan.answer.times_as_long,
             read_in_dram(stats),
         ),
     ]
