@@ -13,6 +13,7 @@ from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 log = logging.getLogger("tiers")
 
 AGAIN = 2  # periods in a row for which HBM had no room: what happens once in a while is worth no new plans
+RARELY = 64  # periods between two looks for what to promote, where they are in vain
 PATIENCE = 8  # periods with something in DRAM before state is demoted: a migrator needs less by then, if it can
 
 
@@ -68,7 +69,7 @@ class Residence:
         """From now on these weights may lie in DRAM: `weights` returns bytes by address."""
         self._weights = weights
         # The first one tells what else needs room. Passes are looked at before they begin.
-        self._periods, self._passes = PATIENCE - 1, PATIENCE - 2
+        self._periods, self._passes, self._patience = PATIENCE - 1, PATIENCE - 2, PATIENCE
 
     def place(self, demote: Iterable[int], promote: Iterable[int]) -> None:
         """Demote these blocks and promote those, by address, as far as there is room. Not within a step."""
@@ -97,7 +98,11 @@ class Residence:
         if not alone:
             return False
         if not spilled:
-            return self._periods >= self._patience and self._move_some(self._weights(), 0)
+            if self._periods >= self._patience:
+                self._move_some(self._weights(), 0)
+                if not self._periods:  # in vain: look more rarely, as room may come all the same
+                    self._patience = max(self._patience, min(2 * self._patience, RARELY))
+            return False
         weights = self._weights()
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
         # that takes tens of times as long. So does mapping pages anew.
@@ -147,10 +152,7 @@ class Residence:
             text = "%d blocks of state and weights now lie in %s, to keep in hbm what is used more"
             log.info(text, moved, "dram" if demote else "hbm")
         else:
-            # To look takes a millisecond or more, in which the device is idle: ever more rarely.
-            self._periods = 0
-            if not short:
-                self._patience *= 2
+            self._periods = 0  # to look takes a millisecond or more, in which the device is idle: not in every period
         return bool(moved and demote)
 
     def _move(self, address: int, tier: int) -> bool:

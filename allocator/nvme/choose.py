@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +13,13 @@ import torch
 from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.decide import Decision, Measuring, decide
-from torch_tiers.allocator.nvme.facts import P2PDMA_VARIABLE
+from torch_tiers.allocator.nvme.facts import P2PDMA_VARIABLE, Machine, Place
 from torch_tiers.allocator.nvme.files import several
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.speeds import speeds
 from torch_tiers.allocator.nvme.ways import Gds as Gds
-from torch_tiers.allocator.nvme.ways import Obstacle
+from torch_tiers.allocator.nvme.ways import Measured, Obstacle, Way
 
 log = logging.getLogger("tiers")
 
@@ -88,11 +88,25 @@ def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_a
     cache, host_alone
         As `decide` takes them.
     """
-    gpu = gpu_in_use()
     try:
-        return decide(directories, gds, cache, gpu, measuring=speeds, host_alone=host_alone)
+        gpu = gpu_in_use()
+    except RuntimeError as error:  # one that is full, or another process's alone: that is when one asks
+        log.warning("CUDA does not start: %s", error)
+        gpu = None
+    # Decided twice, it is measured once, also where the cache cannot be written.
+    measured: dict[tuple[Path, tuple[Way, ...]], Mapping[Way, Measured]] = {}
+
+    def once(ways: Sequence[Way], machine: Machine, place: Place, cache: Path | None) -> Mapping[Way, Measured]:
+        key = place.path, tuple(ways)
+        if key not in measured:
+            measured[key] = speeds(ways, machine, place, cache)
+        return measured[key]
+
+    decided = partial(decide, directories, cache=cache, gpu=gpu, measuring=once, host_alone=host_alone)
+    try:
+        return decided(gds)
     except TiersError:
-        return decide(directories, "prefer", cache, gpu, measuring=speeds, host_alone=host_alone)
+        return decided("prefer")
 
 
 def prepare_cufile(decision: Decision) -> None:

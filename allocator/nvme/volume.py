@@ -20,6 +20,10 @@ log = logging.getLogger("tiers")
 
 _FAILURES = 3
 """Writes in a row, each tried again before, after which a directory is given up."""
+_ALIKE = 1.25
+"""Times the pace of the fastest: up to this, one is as fast, as how long a request takes varies by as much."""
+_HUNG = 10
+"""Times what it was to take: a request that takes longer counts no more."""
 _RECENT = 256
 """Requests after which earlier ones count half as much: a drive gets slower as it fills, or as it warms."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -101,6 +105,8 @@ class Volume:
 
     def took(self, nbytes: int, seconds: float) -> None:
         """Take note how long a request took, a write or a read."""
+        if (pace := self.pace) is not None:  # one that hung says little of those to come
+            seconds = min(seconds, _HUNG * pace * nbytes)
         self._requests += 1
         if self._requests == _RECENT:
             self._requests, self._bytes, self._seconds = 0, self._bytes / 2, self._seconds / 2
@@ -198,7 +204,8 @@ def take(volumes: Sequence[Volume], nbytes: int) -> tuple[Volume, Extent] | None
         if extent is None:
             full.append(volume)
             continue
-        volume.due += nbytes * (volume.pace / fastest if volume.pace and fastest else 1.0)
+        slower = volume.pace / fastest if volume.pace and fastest else 1.0
+        volume.due += nbytes * (slower if slower > _ALIKE else 1.0)
         for other in full:  # once it has room again, it is not to be given all that it missed
             other.due = max(other.due, volume.due)
         return volume, extent

@@ -161,12 +161,12 @@ class Driver:
 
 def about(runs: Path) -> dict[str, Any] | None:
     """What the plain program's first run said of itself and of the machine; None if it did not end."""
-    lines = (runs / "0-plain/output.txt").read_text(errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line.startswith('{"program"')), None)
-    if last is None:
+    try:
+        lines = (runs / "0-plain/output.txt").read_text(errors="replace").splitlines()
+        said = json.loads(next(line for line in reversed(lines) if line.startswith('{"program"')))
+        return {name: said[name] for name in ("state", "device", "torch", "clock", "host_us")}
+    except (OSError, StopIteration, ValueError, LookupError):  # it was ended, perhaps as it wrote
         return None
-    said = json.loads(last)
-    return {name: said[name] for name in ("state", "device", "torch", "clock", "host_us")}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ class Loans:
 
     def __init__(self) -> None:
         self._loans: dict[torch.device, _Loan] = {}
-        self._told = False
+        self._told: set[str] = set()
 
     def take(
         self, device: torch.device, budget: int, backing: Backing, pages: PageAllocator | None, *, strict: bool
@@ -48,12 +48,12 @@ class Loans:
             return self._loans[device].nbytes
         free = 0 if strict or pages is None else pages.free_beyond(device)
         if pages is None or free <= backing.dram_capacity:
-            if not free and not has_room_to_learn(backing.dram_capacity, budget) and self._tells():
+            if not has_room_to_learn(backing.dram_capacity, budget) and self._tells("nvme"):
                 log.warning(
                     "until there is a plan, steps may offload to nvme, which takes seconds; more TIERS_DRAM avoids that"
                 )
             return 0
-        if self._tells():
+        if self._tells("hbm"):
             log.warning(
                 "until there is a plan, steps may use %s of free hbm beyond the budget, as offloading to nvme would be "
                 "slow; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
@@ -63,8 +63,9 @@ class Loans:
         self._loans[device] = _Loan(pages, free)
         return free
 
-    def _tells(self) -> bool:
-        told, self._told = self._told, True
+    def _tells(self, what: str) -> bool:
+        told = what in self._told
+        self._told.add(what)
         return not told
 
     def pay_back(self, device: torch.device) -> None:

@@ -28,6 +28,6 @@ def wear(drive: str) -> str | None:
         told = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).stdout
         found: Any = json.loads(told)["nvme_smart_health_information_log"]
         used, written = int(found["percentage_used"]), int(found["data_units_written"]) * UNIT
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+    except (OSError, subprocess.SubprocessError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
         return None
     return f"{used}% of the writes that it is made for are used up, after {format_size(written)}"

@@ -201,6 +201,32 @@ def test_doctor_says_why_the_host_s_way_has_no_speed(bench: Bench, doctor, tmp_p
     )
 
 
+def test_where_cuda_does_not_start_doctor_tells_all_the_rest(
+    bench: Bench, doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is full, or another process's alone: that is when one asks."""
+
+    def refuse() -> str:
+        raise RuntimeError("CUDA error: all devices are busy")
+
+    monkeypatch.setattr(choose, "gpu_in_use", refuse)
+    assert "memory" in doctor("prefer")
+    assert bench.asked == []
+
+
+def test_what_is_decided_twice_is_measured_once_where_no_cache_can_be_written(
+    bench: Bench, doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.told |= {"gds": "it hangs", "p2pdma": HUNG}
+
+    def refuse(*_: object) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(speeds, "keep", refuse)
+    doctor("require")
+    assert len(bench.asked) == len(set(bench.asked)) == 3
+
+
 def test_without_a_gpu_doctor_measures_nothing(bench: Bench, doctor) -> None:
     bench.machine = replace(MACHINE, gpu=None)
     doctor("prefer")

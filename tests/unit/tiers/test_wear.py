@@ -41,6 +41,7 @@ def test_a_drive_tells_how_much_of_its_writes_are_used_up(
         '{"smartctl": {"exit_status": 2, "messages": [{"string": "Permission denied"}]}}',
         '{"nvme_smart_health_information_log": {"percentage_used": null, "data_units_written": 1}}',
         '{"ata_smart_attributes": {}}',
+        '{"nvme_smart_health_information_log": {"percentage_used": Infinity, "data_units_written": 1}}',
     ],
 )
 def test_nothing_is_told_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str) -> None:

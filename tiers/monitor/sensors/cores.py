@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -164,5 +165,7 @@ def _ranks_beside(process: psutil.Process) -> Iterator[int]:
         launcher = process.parent()
         for sibling in launcher.children() if launcher is not None else ():
             with suppress(psutil.Error):
-                if sibling.pid != process.pid and "LOCAL_RANK" in sibling.environ():
+                its = sibling.environ()
+                same_job = "LOCAL_RANK" in its and its.get("MASTER_PORT") == os.environ.get("MASTER_PORT")
+                if sibling.pid != process.pid and same_job:
                     yield sibling.pid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.one_core import OnOneCore, step
-from torch_tiers.allocator.layout.residence import PATIENCE, Residence
+from torch_tiers.allocator.layout.residence import PATIENCE, RARELY, Residence
 from torch_tiers.allocator.native import DRAM, HBM, Core
 from torch_tiers.allocator.native.core import off_sequence
 from torch_tiers.allocator.sizes import MiB
@@ -104,6 +104,27 @@ def test_state_comes_back_to_pages_that_lie_idle_beside_the_layout(pages: OnOneC
         pages.period_over()
     assert core.on(state, HBM) == NBYTES
     assert pages.overflow(GPU).nbytes == 0
+
+
+@pytest.mark.parametrize("long", [100, 1000])
+def test_state_comes_back_soon_after_there_is_room_however_long_there_was_none(
+    pages: OnOneCore, core: Core, long: int
+) -> None:
+    pages.more(64 * MiB)
+    core.state(True, most_hbm=0)
+    state = core.allocate(NBYTES)
+    core.state(False)
+    pages.begin()
+    core.limit(HBM, 28 * MiB)
+    for _ in range(long):
+        step(core, 16 * MiB, 8 * MiB)
+        pages.period_over()
+    assert core.on(state, HBM) == 0
+    core.limit(HBM, 64 * MiB)
+    for _ in range(RARELY):
+        step(core, 16 * MiB, 8 * MiB)
+        pages.period_over()
+    assert core.on(state, HBM) == NBYTES
 
 
 def test_no_state_is_demoted_while_plans_are_made_that_may_need_less(pages: OnOneCore, core: Core) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from tests.unit.fake_kvikio import FakeKvikio, build
 from torch_tiers.allocator.errors import StoreError, TiersError
+from torch_tiers.allocator.extents import Extent
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.room import FRESH, Room
 from torch_tiers.allocator.nvme import extent as nvme_extent
@@ -29,6 +30,8 @@ from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.requests import RequestPool, Rest
 from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.nvme.volume import Volume
+from torch_tiers.allocator.nvme.volume import take as take_of
 from torch_tiers.allocator.sizes import KiB, MiB, round_up
 
 STRIPE = 64 * KiB
@@ -128,6 +131,28 @@ def test_a_slower_directory_is_given_less(make: Make, tmp_path: Path, memory: Me
         store.free(extent)
     slow, fast = (written[str(tmp_path / f"drive{index}")] for index in range(2))
     assert 2 < fast / slow < 6
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_directories_that_are_about_as_fast_have_as_much_each(tmp_path: Path, hangs: bool) -> None:
+    """A request that hung once, or one that takes a fifth longer, is no slower drive."""
+    volumes = [Volume(PosixFile(tmp_path), 64 * MiB, MiB) for _ in range(2)]
+    for number in range(1000):
+        volume, extent = volumes[number % 2], taken(volumes)
+        volume.took(STRIPE, 30.0 if hangs and number == 500 else 0.001 * (1.2 if number % 2 else 1.0))
+        extent[0].free(extent[1])
+    for volume in volumes:
+        volume.due = 0.0
+    counts = [taken(volumes)[0] for _ in range(100)]
+    assert 45 <= counts.count(volumes[0]) <= 55
+    for volume in volumes:
+        volume.close()
+
+
+def taken(volumes: list[Volume]) -> tuple[Volume, Extent]:
+    found = take_of(volumes, STRIPE)
+    assert found is not None
+    return found
 
 
 def test_a_directory_that_was_full_is_not_given_all_that_it_missed(make: Make, tmp_path: Path) -> None:

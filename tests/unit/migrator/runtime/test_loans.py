@@ -73,6 +73,12 @@ def test_steps_that_may_go_to_the_drive_are_told_of_once(
     assert told.startswith("until there is a plan, steps may offload to nvme")
 
 
+def test_a_loan_is_told_of_where_another_gpu_had_none_to_give(caplog: pytest.LogCaptureFixture) -> None:
+    loans = Loans()
+    assert (take(loans, Lender(free=0)), take(loans, Lender())) == (0, FREE)
+    assert [text.split(", ")[1][:13] for text in caplog.messages] == ["steps may off", "steps may use"]
+
+
 def test_nothing_is_told_where_dram_takes_what_the_first_steps_save(caplog: pytest.LogCaptureFixture) -> None:
     take(Loans(), Lender(), dram=2 * BUDGET, strict=True)
     assert not caplog.messages
