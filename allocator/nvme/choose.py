@@ -81,7 +81,9 @@ def choose_backends(
 
 
 def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_alone: bool = False) -> Decision:
-    """What a run decides for the directories; where it refuses, what keeps it from a direct way.
+    """What a run decides for the directories, and finds when it opens its files there.
+
+    Where it refuses, what keeps it from a direct way.
 
     Parameters
     ----------
@@ -104,9 +106,17 @@ def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_a
 
     decided = partial(decide, directories, cache=cache, gpu=gpu, measuring=once, host_alone=host_alone)
     try:
-        return decided(gds)
+        decision = decided(gds)
     except TiersError:
-        return decided("prefer")
+        decision = decided("prefer")
+    if decision.direct:
+        prepare_cufile(decision)
+        for directory in directories:
+            try:
+                KvikioFile(directory, mode="gds").close()
+            except (StoreError, ImportError) as error:
+                return decision.closed_by(Obstacle(str(error)))
+    return decision
 
 
 def prepare_cufile(decision: Decision) -> None:

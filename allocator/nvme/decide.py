@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_tiers.allocator.nvme.facts import Machine, Place, read_machine, read_place
@@ -65,6 +65,12 @@ class Decision:
             return closed(obstacles(self.machine))
         choices = (each.choice for each in self.directories.values())
         return next((Obstacle(it.why_not, it.change) for it in choices if it.why_not is not None), None)
+
+    def closed_by(self, why: Obstacle) -> Decision:
+        """The same for a run that finds this in the way: all of its memory goes through the host's."""
+        choice = Choice("host", why_not=why.reason, change=why.change)
+        directories = {path: replace(each, choice=choice) for path, each in self.directories.items()}
+        return replace(self, directories=directories)
 
     @property
     def ways(self) -> set[Way]:

@@ -71,8 +71,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(choose, "_said", set())
     for module in (choose, drives):
         monkeypatch.setattr(module, "gpu_in_use", lambda: UUID)
-    for module in (choose, probe_gds):
-        monkeypatch.setattr(module, "KvikioFile", Straight)
+    monkeypatch.setattr(choose, "KvikioFile", Straight)
     return made
 
 
@@ -276,6 +275,21 @@ def test_a_file_that_cufile_refuses_after_all_is_told_on_a_terminal(
     assert not run(bench, "prefer")[1]
     (line,) = lines(caplog)
     assert line.startswith("nvme goes through host memory: ") and "error 5008" in line
+
+
+def test_doctor_and_probe_tell_of_a_file_that_cufile_refuses_as_a_run_does(
+    bench: Bench, doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path, *, mode: str) -> PosixFile:
+        raise StoreError(str(directory), 0, 0, "open a file for cuFile in", "error 5008")
+
+    monkeypatch.setattr(choose, "KvikioFile", refuse)
+    findings, probed = doctor("prefer"), probe_gds.gds_obstacle(tuple(bench.places), "prefer")
+    assert not run(bench, "prefer")[1]
+    assert probed is not None and "error 5008" in probed
+    for subject, found in findings.items():
+        if subject == "GDS" or subject.startswith("nvme "):
+            assert "error 5008" in found["found"] and "goes direct" not in found["found"]
 
 
 def test_a_run_that_goes_directly_or_wants_no_direct_way_says_nothing(
