@@ -319,6 +319,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "bounced": self._nvme.bounced if self._nvme else 0,
             "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,
             "state_in_dram": state,

@@ -36,6 +36,10 @@ class Backend(Protocol):
     def device_memory(self) -> bool:
         """Whether blocks may lie in GPU memory."""
 
+    @property
+    def bounced(self) -> int:
+        """Bytes from and to GPU memory so far that went through host memory, as the direct way failed."""
+
     def grow(self, size: int) -> None:
         """Allocate the file on disk up to `size` bytes. OSError if the disk, a quota or a limit says no."""
 

@@ -25,6 +25,10 @@ class Files:
         self.path = self._files[0].path
         self.device_memory = all(file.device_memory for file in self._files)
 
+    @property
+    def bounced(self) -> int:  # noqa: D102
+        return sum(file.bounced for file in self._files)
+
     def grow(self, size: int) -> None:  # noqa: D102
         for number, file in enumerate(self._files):
             part = self._part(number, size)

@@ -82,9 +82,9 @@ class KvikioFile:
         self.path = self._posix.path
         self._takes = direct
         self._bounce = Bounce()
-        self._lock = threading.Lock()  # guards the two numbers
+        self._lock = threading.Lock()  # guards the three numbers
         self._in_a_row = 0
-        self.failures = 0
+        self.failures = self.bounced = 0
         self._cufile: Any = None
         self._opened: tuple[int, ...] = ()
         try:
@@ -115,7 +115,7 @@ class KvikioFile:
         with self._bounce.lend(block) as buffer:
             count = self._posix.pread(buffer.memory[: block.numel()], offset)
             buffer.copy(block[:count], buffer.memory[:count])
-        return count
+        return self._note_bounced(count)
 
     def pwrite(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
         if self._is_gone() or not self._takes(block):
@@ -125,7 +125,7 @@ class KvikioFile:
         with self._bounce.lend(block) as buffer:
             memory = buffer.memory[: block.numel()]
             buffer.copy(memory, block)
-            return self._posix.pwrite(memory, offset)
+            return self._note_bounced(self._posix.pwrite(memory, offset))
 
     def close(self) -> None:
         """Free the file's space. Idempotent; in the child of a fork cuFile is not called."""
@@ -181,6 +181,11 @@ class KvikioFile:
             return None
         with self._lock:
             self._in_a_row = 0
+        return count
+
+    def _note_bounced(self, count: int) -> int:
+        with self._lock:
+            self.bounced += count
         return count
 
     def _failed(self, reason: str) -> None:

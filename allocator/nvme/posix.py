@@ -44,6 +44,7 @@ class PosixFile:
     """
 
     device_memory = False
+    bounced = 0
 
     def __init__(self, directory: Path, *, named: bool = False) -> None:
         self.path = str(directory)

@@ -149,6 +149,11 @@ class NvmeStore:
         return self._peak
 
     @property
+    def bounced(self) -> int:
+        """Bytes from and to GPU memory so far that went through host memory, as the direct way failed."""
+        return sum(volume.backend.bounced for volume in self._volumes)
+
+    @property
     def stuck(self) -> bool:
         """Whether a drive does not answer: nobody should wait for the end of its requests."""
         return self._watch.stuck()

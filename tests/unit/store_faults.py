@@ -73,6 +73,10 @@ class FaultyFile:
         self._lock = threading.Lock()
 
     @property
+    def bounced(self) -> int:
+        return self._inner.bounced
+
+    @property
     def met(self) -> int:
         """How many faults were met."""
         return sum(n < self.count[kind] for kind, faults in self._faults.items() for n in faults)

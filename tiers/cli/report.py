@@ -156,6 +156,8 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         if moved:
             lanes.add_row(lane, _WAYS.get(lane, ""), format_size(moved), format_size(int(moved_each[lane])))
     yield lanes if lanes.rows else "nothing was moved"
+    if bounced := stats.get("bounced"):  # not there in those of earlier versions
+        yield f"{format_size(bounced)} of what went directly passed host memory all the same, as cuFile failed"
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
         yield _wear(written, stats["step_s"])
     stalls = Table("waiting for", "count", "time in all", "per iteration", title="stalls", title_justify="left")

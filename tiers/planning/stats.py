@@ -38,7 +38,13 @@ def stats_from_json(content: str) -> dict[str, Any]:
     _check_settled(stats, {"moved": lanes.keys(), "stalled_s": causes.keys()})
     if stats.get("budget_share") is not None:  # of which earlier versions did not tell
         text(stats["budget_share"], "budget_share")
-    for name in ("flushes", "demoted", "state_in_dram", "overflow"):  # of which earlier versions did not tell
+    for name in (
+        "flushes",
+        "bounced",
+        "demoted",
+        "state_in_dram",
+        "overflow",
+    ):  # of which earlier versions did not tell
         if name in stats:
             _count(stats[name], name)
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell

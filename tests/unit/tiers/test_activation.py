@@ -131,6 +131,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "demoted": "int",
         "state_in_dram": "int",
         "overflow": "int",
+        "bounced": "int",
         "stalls": {"h2d": stall},
         "settled": {
             "iterations": "int",

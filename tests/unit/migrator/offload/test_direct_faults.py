@@ -94,7 +94,7 @@ def test_short_and_late_transfers_are_awaited_and_nothing_is_said(
     moved = rig.counters.moved
     assert moved["d2h"] == moved["h2d"] == 0
     assert moved["gds_write"] == moved["gds_read"] == sum(group.stored.nbytes for group, *_ in groups if group.stored)
-    assert not caplog.records
+    assert not caplog.records and not rig.store.bounced
     assert_nothing_is_left(rig)
 
 
@@ -109,8 +109,10 @@ def test_what_cufile_fails_at_goes_through_host_memory_without_loss_which_is_sai
     assert come_back_right(rig, groups)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("GPUDirect Storage at ") and line.endswith("): what is left goes through host memory")
+    assert rig.store.bounced > 0, "what passed host memory is told"
     if every == 1:  # until it is called no more; others may have been on their way
         assert 3 <= double.calls(calls) < CHUNKS
+        assert rig.store.bounced >= rig.counters.moved[f"gds_{calls}"]
     assert_nothing_is_left(rig)
 
 
