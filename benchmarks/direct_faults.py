@@ -20,11 +20,11 @@ from tests.unit.store_faults import Fault, FaultyFile, fail, flip, short
 from torch_tiers.allocator.errors import StoreError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-REQUESTS = range(3, 60, 7)  # of which kind every so many meet the fault
+REQUESTS = range(3, 60, 7)  # numbers of the reads, or of the writes, that fail
 
 
 def program() -> list[bytes]:
-    """Train for eight steps, of which the first are planned by; every loss and gradient, as bytes."""
+    """Train for eight steps, the first of which are recorded for the plan. Return every loss and gradient, as bytes."""
     return bits(train(perceptron(DEVICE, depth=6), DEVICE, steps=8))
 
 
@@ -67,8 +67,8 @@ FAULTS: tuple[Callable[[], Row], ...] = (
     functools.partial(row, "EIO on some reads, not when tried again", reads=_each(fail(errno.EIO))),
     functools.partial(row, "EIO on every read", reads=_always(fail(errno.EIO))),
     functools.partial(row, "a transfer is short", reads=_each(short(5000)), writes=_each(short(64 * 1024))),
-    functools.partial(row, "a bit is other on some reads, not when read again", reads=_each(flip(4321))),
-    functools.partial(row, "a bit is other on every read", reads=_always(flip(4321))),
+    functools.partial(row, "a bit flips in some reads, not when read again", reads=_each(flip(4321))),
+    functools.partial(row, "a bit flips in every read", reads=_always(flip(4321))),
 )
 
 

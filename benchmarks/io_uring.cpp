@@ -2,8 +2,8 @@
 //
 // g++ -O2 -std=c++17 -pthread benchmarks/io_uring.cpp -o /tmp/io_uring && /tmp/io_uring FILE MIB
 //
-// Both have as many requests of MIB in flight as the store has, without the page cache but on a tmpfs, which has none
-// to go past. FILE is made, 2 GiB large, and removed. Prints GB/s of four rounds, in which the two take turns.
+// Both keep as many requests of MIB in flight as the store does. FILE is opened with O_DIRECT, or without where that is
+// refused, as some tmpfs do. FILE is made, 2 GiB large, and removed. Prints GB/s of four rounds; the two take turns.
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/io_uring.h>
@@ -55,7 +55,7 @@ void by_threads(const Job &job, bool writes) {
   for (std::thread &thread : threads) thread.join();
 }
 
-// A ring of the kernel's, by its system calls: what a library would add is left out.
+// io_uring by its raw system calls, without liburing.
 class Ring {
  public:
   explicit Ring(const std::vector<iovec> &buffers) {

@@ -103,7 +103,7 @@ def rates(decision: Decision) -> tuple[float, float]:
     speeds = [(choice.write or 0.0, choice.read or 0.0) for choice in choices]
     if not speeds or not all(write and read for write, read in speeds):
         return 0.0, 0.0
-    paces = [1 / (1 / write + 1 / read) for write, read in speeds]
-    shares = [pace / sum(paces) for pace in paces]
+    combined = [1 / (1 / write + 1 / read) for write, read in speeds]
+    shares = [rate / sum(combined) for rate in combined]
     write, read = (min(speed[way] / share for speed, share in zip(speeds, shares, strict=True)) for way in (0, 1))
     return write, read

@@ -99,7 +99,7 @@ def _is_heard() -> bool:
 
 
 def say(text: str) -> None:
-    """Tell who looks on: on a terminal, of the first rank alone, or with ``TIERS_LOG=info``."""
+    """Log a line with ``TIERS_LOG=info``; else show it only if stderr is a terminal, on the first rank."""
     if _is_heard():
         # Past the logger's own level: it is no warning, and on a terminal it is said all the same.
         log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (text,), None))

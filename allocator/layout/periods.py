@@ -123,7 +123,8 @@ class Periods:
             No other thread runs a model. If one does, neither state nor weights move: that thread may launch kernels
             that read them at any time, and while they move they are mapped nowhere.
         planning : bool
-            Plans are being made, after which the program may need less: no state moves for what they may free.
+            Plans are being made. The program may need less under them, so no state is demoted, unless weights are
+            streamed.
         """
         now = self.core.mark()
         before, self._mispredicted = self._mispredicted, now.mispredicted
@@ -156,7 +157,7 @@ class Periods:
         since = mispredicted - mispredicted_before
         self._claims.period_over(self._device, core, dram)
         if alone and self.residence.is_due(dram, spilled):
-            self._trim(core.trim_outside)  # else what requests off their places have left would take the room
+            self._trim(core.trim_outside)  # state that is promoted needs the room of what lies idle beside the layout
         demoted = self.residence.period_over(spilled, alone=alone, planning=planning)
         self._has_no_layout = new_plans is not None
         if new_plans is not None:

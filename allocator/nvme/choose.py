@@ -81,9 +81,9 @@ def choose_backends(
 
 
 def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_alone: bool = False) -> Decision:
-    """What a run decides for the directories, and finds when it opens its files there.
+    """Decide as a run would, and open a file in each directory as it would; the result names the obstacle, if any.
 
-    Where it refuses, what keeps it from a direct way.
+    Where a run with ``"require"`` would raise, this decides by ``"prefer"`` instead. It starts CUDA, and may measure.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_a
     """
     try:
         gpu = gpu_in_use()
-    except RuntimeError as error:  # one that is full, or another process's alone: that is when one asks
+    except RuntimeError as error:  # the GPU is full, or another process has it exclusively: doctor is to answer still
         log.warning("CUDA does not start: %s", error)
         gpu = None
     # Decided twice, it is measured once, also where the cache cannot be written.

@@ -67,7 +67,7 @@ class Decision:
         return next((Obstacle(it.why_not, it.change) for it in choices if it.why_not is not None), None)
 
     def closed_by(self, why: Obstacle) -> Decision:
-        """The same for a run that finds this in the way: all of its memory goes through the host's."""
+        """A copy of the decision in which all directories go through host memory, for this reason."""
         choice = Choice("host", why_not=why.reason, change=why.change)
         directories = {path: replace(each, choice=choice) for path, each in self.directories.items()}
         return replace(self, directories=directories)
@@ -87,7 +87,7 @@ def decide(
     measuring: Measuring | None,
     host_alone: bool = False,
 ) -> Decision:
-    """Decide for all directories. Where only ``host`` is possible nothing is measured, and no child process started.
+    """Decide for all directories. Where only ``host`` is possible, nothing is measured unless `host_alone` is set.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def decide(
     measuring
         What measures, such as `speeds`; None measures nothing.
     host_alone
-        Measure ``host`` also where only that is possible, for who wants to know how fast it is.
+        Measure ``host`` also where it is the only way, to report its speed.
 
     Raises
     ------

@@ -26,7 +26,7 @@ from torch_tiers.allocator.nvme.checksum import SCRATCH
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
 from torch_tiers.allocator.nvme.extent import NvmeExtent, Stripe
 from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Transfer
-from torch_tiers.allocator.nvme.volume import Volume, take
+from torch_tiers.allocator.nvme.volume import Volume, allocate_in
 from torch_tiers.allocator.nvme.watch import Watch
 from torch_tiers.allocator.sizes import GiB, MiB, round_up
 
@@ -172,7 +172,7 @@ class NvmeStore:
     def _take(self, nbytes: int) -> NvmeExtent | None:
         stripes: list[Stripe] = []
         for start in range(0, nbytes, self._stripe):
-            taken = take(self._volumes, min(self._stripe, nbytes - start))
+            taken = allocate_in(self._volumes, min(self._stripe, nbytes - start))
             if taken is None:
                 self._release(stripes)
                 return None
@@ -319,7 +319,7 @@ class NvmeStore:
         with self._watch.watched(action, backend.path, extent.nbytes):
             move(backend, part, extent.offset)
         with self._lock:
-            stripe.volume.took(extent.nbytes, time.perf_counter() - began)
+            stripe.volume.note_request(extent.nbytes, time.perf_counter() - began)
 
     def _hand_out(self, stripe: Stripe, part: torch.Tensor, arrived: Arrived | None) -> None:
         if self._sums:

@@ -21,9 +21,9 @@ log = logging.getLogger("tiers")
 _FAILURES = 3
 """Writes in a row, each tried again before, after which a directory is given up."""
 _ALIKE = 1.25
-"""Times the pace of the fastest: up to this, one is as fast, as how long a request takes varies by as much."""
+"""Up to this many times the fastest's seconds per byte, volumes count as equally fast: requests vary as much."""
 _HUNG = 10
-"""Times what it was to take: a request that takes longer counts no more."""
+"""A request counts as at most this many times as long as the volume's average: one may have hung."""
 _RECENT = 256
 """Requests after which earlier ones count half as much: a drive gets slower as it fills, or as it warms."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -48,7 +48,7 @@ class Volume:
 
     Attributes
     ----------
-    due
+    load
         Bytes that it was given, each counted as many times as it takes longer than on the fastest of the directories.
     to_say
         Warnings that are still to be given: `say`, without the lock, as who handles the log may ask for it.
@@ -63,7 +63,7 @@ class Volume:
         room: Callable[[], Room] | None = None,
     ) -> None:
         self.backend = backend
-        self.due = 0.0
+        self.load = 0.0
         self._extents = ExtentMap(0, BLOCK)
         self._limit = limit - limit % BLOCK
         self._step = step - step % BLOCK
@@ -103,10 +103,10 @@ class Volume:
         """Free `extent`. ValueError if it is not allocated."""
         self._extents.free(extent)
 
-    def took(self, nbytes: int, seconds: float) -> None:
+    def note_request(self, nbytes: int, seconds: float) -> None:
         """Take note how long a request took, a write or a read."""
-        if (pace := self.pace) is not None:  # one that hung says little of those to come
-            seconds = min(seconds, _HUNG * pace * nbytes)
+        if (usual := self.seconds_per_byte) is not None:  # it may have hung, which says little of those to come
+            seconds = min(seconds, _HUNG * usual * nbytes)
         self._requests += 1
         if self._requests == _RECENT:
             self._requests, self._bytes, self._seconds = 0, self._bytes / 2, self._seconds / 2
@@ -114,7 +114,7 @@ class Volume:
         self._seconds += seconds
 
     @property
-    def pace(self) -> float | None:
+    def seconds_per_byte(self) -> float | None:
         """Seconds that a request takes for each byte, of the last ones; None if there was none."""
         return self._seconds / self._bytes if self._bytes else None
 
@@ -195,18 +195,18 @@ class Volume:
             self._claimed -= nbytes
 
 
-def take(volumes: Sequence[Volume], nbytes: int) -> tuple[Volume, Extent] | None:
-    """Take `nbytes` (whole blocks) in the directory that has had the least to do; None if none has room."""
-    fastest = min((volume.pace for volume in volumes if volume.pace), default=None)
+def allocate_in(volumes: Sequence[Volume], nbytes: int) -> tuple[Volume, Extent] | None:
+    """Allocate `nbytes` (whole blocks) in the least loaded volume that has room; None if none has."""
+    fastest = min((volume.seconds_per_byte for volume in volumes if volume.seconds_per_byte), default=None)
     full: list[Volume] = []
-    for volume in sorted(volumes, key=attrgetter("due")):
+    for volume in sorted(volumes, key=attrgetter("load")):
         extent = volume.allocate(nbytes)
         if extent is None:
             full.append(volume)
             continue
-        slower = volume.pace / fastest if volume.pace and fastest else 1.0
-        volume.due += nbytes * (slower if slower > _ALIKE else 1.0)
+        slower = volume.seconds_per_byte / fastest if volume.seconds_per_byte and fastest else 1.0
+        volume.load += nbytes * (slower if slower > _ALIKE else 1.0)
         for other in full:  # once it has room again, it is not to be given all that it missed
-            other.due = max(other.due, volume.due)
+            other.load = max(other.load, volume.load)
         return volume, extent
     return None

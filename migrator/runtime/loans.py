@@ -38,8 +38,8 @@ class Loans:
     ) -> int:
         """Lend the HBM that is free beyond `budget`, in bytes, to one more thread; return how much that is.
 
-        Nothing is lent where DRAM holds as much as is free: it takes whatever would have fitted there. Nor is it if the
-        budget is `strict`, or the allocator is not ours (`pages` is None).
+        Nothing is lent where DRAM has at least as much room as HBM has free. Nor is it if the budget is `strict`, or
+        the allocator is not ours (`pages` is None).
         """
         if not backing.has_disk:
             return 0
@@ -50,7 +50,9 @@ class Loans:
         if pages is None or free <= backing.dram_capacity:
             if not has_room_to_learn(backing.dram_capacity, budget) and self._tells("nvme"):
                 log.warning(
-                    "until there is a plan, steps may offload to nvme, which takes seconds; more TIERS_DRAM avoids that"
+                    "until there is a plan, steps may offload to nvme and take seconds each; TIERS_DRAM of %s or more "
+                    "avoids that",
+                    format_size(budget // 4),
                 )
             return 0
         if self._tells("hbm"):

@@ -95,7 +95,10 @@ class Simulated:
 
     @property
     def is_sure_of_ideal(self) -> bool:
-        """Whether the ideal depends on the device: what it waits for the host is overstated by recordings."""
+        """Whether the step with everything kept is at most 5% longer than the device computes.
+
+        Else it waits for the host, whose recorded times are too long.
+        """
         return not self.least or self.ideal <= SURE * self.least
 
 

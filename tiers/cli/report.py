@@ -157,7 +157,10 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
             lanes.add_row(lane, _WAYS.get(lane, ""), format_size(moved), format_size(int(moved_each[lane])))
     yield lanes if lanes.rows else "nothing was moved"
     if bounced := stats.get("bounced"):  # not there in those of earlier versions
-        yield f"{format_size(bounced)} of what went directly passed host memory all the same, as cuFile failed"
+        yield (
+            f"cuFile failed: {format_size(bounced)} of what gds_write and gds_read count were copied through host "
+            "memory; look for 'GPUDirect Storage at ... failed' on stderr"
+        )
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
         yield _wear(written, stats["step_s"])
     stalls = Table("waiting for", "count", "time in all", "per iteration", title="stalls", title_justify="left")

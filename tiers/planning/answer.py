@@ -202,8 +202,8 @@ def _time(answer: Answer) -> Iterator[str]:
         yield f"an iteration takes {_times(answer)} times as long as is predicted with all of that memory"
     if answer.at_most is not None:
         yield (
-            "by the model the host holds it up, which recordings overstate: how long the plain program takes is not "
-            "known, and tiers bench measures it"
+            "the GPU waits for the CPU, and recorded CPU times are too long, so the cost is known roughly, as a range; "
+            "tiers bench measures it"
         )
     if measured is None:
         yield f"{_ms(predicted)} are predicted; how good that is cannot be told, as no iteration was measured"
@@ -215,8 +215,9 @@ def _time(answer: Answer) -> Iterator[str]:
 
 def _times(answer: Answer) -> str:
     """How many times as long, or between how many and how many."""
-    most = "" if answer.at_most is None else f" to {answer.at_most:.2f}"
-    return f"{answer.times_as_long:.2f}{most}"
+    least = f"{answer.times_as_long:.2f}"
+    most = least if answer.at_most is None else f"{answer.at_most:.2f}"
+    return least if most == least else f"{least} to {most}"
 
 
 def _told(answer: Answer) -> str:

@@ -143,7 +143,10 @@ def render(
     yield "speeds are predicted; 1.000 is that with all of this memory; a run leaves a part of TIERS_HBM free"
     results = (offer.outcome.result for offer in made if isinstance(offer.outcome, Candidate))
     if not all(result.is_sure_of_ideal for result in results):
-        yield "by the model the host holds it up, which recordings overstate: small budgets may cost more than that"
+        yield (
+            "the GPU waits for the CPU, and recorded CPU times are too long: small budgets may cost more than shown; "
+            "tiers bench measures it"
+        )
     if in_dram:
         yield (
             f"in the run {in_dram} lay in dram: what less hbm costs such a program is not predicted, tiers bench "

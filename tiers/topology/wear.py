@@ -13,9 +13,9 @@ TIMEOUT = 5.0  # seconds
 
 
 def wear(drive: str) -> str | None:
-    """How much of the writes that a drive is made for are used up; None where that cannot be read.
+    """Say how much of a drive's rated write endurance is used; None where that cannot be read.
 
-    smartctl reads it, and only root may.
+    It runs smartctl, which needs root.
 
     Parameters
     ----------
@@ -30,4 +30,4 @@ def wear(drive: str) -> str | None:
         used, written = int(found["percentage_used"]), int(found["data_units_written"]) * UNIT
     except (OSError, subprocess.SubprocessError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
         return None
-    return f"{used}% of the writes that it is made for are used up, after {format_size(written)}"
+    return f"{used}% of its rated write endurance is used; {format_size(written)} were written so far"

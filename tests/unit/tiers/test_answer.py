@@ -115,7 +115,7 @@ def test_where_the_host_holds_the_program_up_it_tells_between_what_and_what_the_
     assert given.times_as_long < given.at_most == pytest.approx(0.45 / 0.3)
     between = f"{given.times_as_long:.2f} to 1.50 times as long"
     assert between in text(given) and between in in_short(given)
-    assert "the host holds it up" in text(given)
+    assert "the GPU waits for the CPU" in text(given)
     busy = MODEL.on(Clocks(device=(0.4 / stretches,) * stretches, host=(0.3 / stretches,) * stretches))
     assert answered(0.45, busy).at_most is None
 

@@ -65,7 +65,7 @@ def test_where_the_host_holds_the_program_up_speeds_are_said_to_be_uncertain(hos
     needed = needs(trace, PCIE_GEN5)
     found = offers(trace, needed, PCIE_GEN5, "auto", free=LAYOUTS)
     told = [line for line in render(trace, needed, found, "pages") if isinstance(line, str)]
-    assert any("the host holds it up" in line for line in told) is said
+    assert any("the GPU waits for the CPU" in line for line in told) is said
 
 
 def test_the_table_ends_with_the_first_budget_that_is_too_small(

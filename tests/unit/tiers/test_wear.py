@@ -30,7 +30,7 @@ def test_a_drive_tells_how_much_of_its_writes_are_used_up(
 ) -> None:
     """Also one that is about to fail, of which smartctl exits with another code."""
     smartctl(tmp_path, monkeypatch, json.dumps(TOLD), code)
-    assert wear("nvme0n1") == "34% of the writes that it is made for are used up, after 191.0 TiB"
+    assert wear("nvme0n1") == "34% of its rated write endurance is used; 191.0 TiB were written so far"
 
 
 @pytest.mark.parametrize(

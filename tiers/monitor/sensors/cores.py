@@ -62,8 +62,8 @@ class _Child:
 class Cores:
     """CPU time of the process, of its tree, and of everybody, as cores busy.
 
-    Who plans for us is no part of the tree, nor of the others: that is over in seconds. Nor are other ranks of the same
-    job, which do what this one does; their workers are others.
+    Planner processes and other ranks of the same job count neither as this process's tree nor as others' load. The
+    workers of other ranks do count as others' load.
     """
 
     name = "cores"

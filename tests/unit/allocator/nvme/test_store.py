@@ -30,8 +30,7 @@ from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.requests import RequestPool, Rest
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.nvme.volume import Volume
-from torch_tiers.allocator.nvme.volume import take as take_of
+from torch_tiers.allocator.nvme.volume import Volume, allocate_in
 from torch_tiers.allocator.sizes import KiB, MiB, round_up
 
 STRIPE = 64 * KiB
@@ -139,10 +138,10 @@ def test_directories_that_are_about_as_fast_have_as_much_each(tmp_path: Path, ha
     volumes = [Volume(PosixFile(tmp_path), 64 * MiB, MiB) for _ in range(2)]
     for number in range(1000):
         volume, extent = volumes[number % 2], taken(volumes)
-        volume.took(STRIPE, 30.0 if hangs and number == 500 else 0.001 * (1.2 if number % 2 else 1.0))
+        volume.note_request(STRIPE, 30.0 if hangs and number == 500 else 0.001 * (1.2 if number % 2 else 1.0))
         extent[0].free(extent[1])
     for volume in volumes:
-        volume.due = 0.0
+        volume.load = 0.0
     counts = [taken(volumes)[0] for _ in range(100)]
     assert 45 <= counts.count(volumes[0]) <= 55
     for volume in volumes:
@@ -150,7 +149,7 @@ def test_directories_that_are_about_as_fast_have_as_much_each(tmp_path: Path, ha
 
 
 def taken(volumes: list[Volume]) -> tuple[Volume, Extent]:
-    found = take_of(volumes, STRIPE)
+    found = allocate_in(volumes, STRIPE)
     assert found is not None
     return found
 
