@@ -50,9 +50,8 @@ class Loans:
         if pages is None or free <= backing.dram_capacity:
             if not has_room_to_learn(backing.dram_capacity, budget) and self._tells("nvme"):
                 log.warning(
-                    "until there is a plan, steps may offload to nvme and take seconds each; TIERS_DRAM of %s or more "
-                    "avoids that",
-                    format_size(budget // 4),
+                    "until there is a plan, steps may offload to nvme and take seconds each; "
+                    "more TIERS_DRAM avoids that"
                 )
             return 0
         if self._tells("hbm"):
