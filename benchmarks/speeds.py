@@ -41,6 +41,8 @@ def claims(speeds: Sequence[Speed]) -> list[list[str]]:
         known = [(one["speed"], one["beside"][way]["speed"]) for one in of if way in one["beside"]]
         slower = sum(ours > theirs for ours, theirs in known)
         told = f"slower than torch-tiers for {slower} of the {len(known)} programs that have figures of it"
+        shares = [one["beside"][way]["memory"] for one in of if "memory" in one["beside"].get(way, {})]
+        told += f"; it takes {min(shares)} to {max(shares)}% of plain's memory" if shares else ""
         table += [[way, told]] if known else []
     above = float("inf")
     for bound in (*BANDS, 0.0):

@@ -43,8 +43,8 @@ class Simulated:
         The step.
     ideal : float
         The step with everything kept.
-    least : float
-        Seconds of it that the device computes; 0 without a host clock.
+    device_seconds : float or None
+        Seconds of it that the device computes; None without a host clock.
     recomputing : float
         Seconds of the step spent on recomputing what was dropped.
     slowed : float
@@ -74,7 +74,7 @@ class Simulated:
 
     seconds: float
     ideal: float
-    least: float
+    device_seconds: float | None
     recomputing: float
     slowed: float
     issuing: float
@@ -99,7 +99,7 @@ class Simulated:
 
         Else it waits for the host, whose recorded times are too long.
         """
-        return not self.least or self.ideal <= SURE * self.least
+        return not self.device_seconds or self.ideal <= SURE * self.device_seconds
 
 
 def simulate(
@@ -323,7 +323,7 @@ class _Step:
         return Simulated(
             seconds=max(self.machine.now, self.machine.host + self.trace.lead),
             ideal=self.trace.seconds,
-            least=0.0 if self.trace.clocks is None else sum(self.trace.clocks.device),
+            device_seconds=None if self.trace.clocks is None else sum(self.trace.clocks.device),
             recomputing=self.recomputing,
             slowed=self.machine.slowed,
             issuing=sum(self.clocks.host[1:]),

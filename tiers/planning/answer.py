@@ -48,7 +48,7 @@ class Answer:
         Seconds that nine of ten iterations under the last plan lay between; None of too few.
     without_gpu : bool
         Host memory played the GPU's.
-    least : float or None
+    device_seconds : float or None
         Seconds that the device computes in an iteration with everything kept, where its host holds it up by the model;
         None elsewhere.
     """
@@ -66,7 +66,7 @@ class Answer:
     share: str | None = None
     most_took: tuple[float, float] | None = None
     without_gpu: bool = False
-    least: float | None = None
+    device_seconds: float | None = None
 
     @property
     def of_predicted(self) -> tuple[float, float] | None:
@@ -100,9 +100,9 @@ class Answer:
         While an iteration is recorded the host takes longer than it does in the plain program, and nobody can tell by
         how much. The device does not.
         """
-        if self.times_as_long is None or not self.least:
+        if self.times_as_long is None or not self.device_seconds:
             return None
-        return max(self.times_as_long, (self.measured or self.predicted or 0.0) / self.least)
+        return max(self.times_as_long, (self.measured or self.predicted or 0.0) / self.device_seconds)
 
 
 def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> Answer:
@@ -125,7 +125,7 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
         stats.get("budget_share"),
         None if step is None else (step[0] * parts, step[1] * parts),
         stats["device"] == "cpu",
-        None if why.result.is_sure_of_ideal else why.result.least,
+        None if why.result.is_sure_of_ideal else why.result.device_seconds,
     )
 
 
