@@ -1,4 +1,4 @@
-"""What becomes of a run whose drive fails or lies, when moves go there past host memory?
+"""What becomes of a run whose drive fails or lies, when moves go there by the direct path?
 
 ``python -m benchmarks.direct_faults`` prints a table as `benchmarks.faults` does, of a GPU if there is one.
 """

@@ -54,7 +54,6 @@ class Drives:
         opener: Opener | None = None
         if on_gpu and config.gds != "off":
             opener = choose_backends(config.paths, config.gds, cache, gpu_in_use())
-        self._decision = None if opener is None else opener.decision
         self.store = NvmeStore(
             config.paths,
             capacity,
@@ -65,9 +64,11 @@ class Drives:
             account=account,
             rooms=rooms,
         )
+        self._decision = None if opener is None else opener.decision  # by now it has opened the files
         # With TIERS_LOG=info each directory's way has been told, with its speeds.
-        if opener is not None and opener.obstacle is not None and not log.isEnabledFor(logging.INFO):
-            say(f"nvme goes through host memory: {opener.obstacle}")
+        why = None if self._decision is None else self._decision.obstacle
+        if why is not None and not log.isEnabledFor(logging.INFO):
+            say(f"nvme goes through host memory: {why}")
 
     def direct_way(self, device: torch.device) -> DirectWay | None:
         """The way from a GPU's memory past the host's, where all directories have one.

@@ -98,10 +98,9 @@ class Residence:
         if not alone:
             return False
         if not spilled:
-            if self._periods >= self._patience:
-                self._move_some(self._weights(), 0)
-                if not self._periods:  # in vain: look more rarely, as room may come all the same
-                    self._patience = max(self._patience, min(2 * self._patience, RARELY))
+            if self._periods >= self._patience and not self._move_some(self._weights(), 0):
+                # In vain: look more rarely, as room may come all the same.
+                self._patience = max(self._patience, min(2 * self._patience, RARELY))
             return False
         weights = self._weights()
         # Where weights are streamed no migrator needs less later on: what else lies in DRAM is read over the link, and
@@ -153,7 +152,7 @@ class Residence:
             log.info(text, moved, "dram" if demote else "hbm")
         else:
             self._periods = 0  # to look takes a millisecond or more, in which the device is idle: not in every period
-        return bool(moved and demote)
+        return moved > 0
 
     def _move(self, address: int, tier: int) -> bool:
         """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there.

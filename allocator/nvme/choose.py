@@ -27,17 +27,17 @@ _said: set[str] = set()
 
 
 class Opener:
-    """Opens the file of each directory by the way decided on; the `backend` argument of `NvmeStore`."""
+    """Opens the file of each directory by the way decided on; the `backend` argument of `NvmeStore`.
+
+    Attributes
+    ----------
+    decision : Decision
+        The one given; once cuFile has refused a file, that all directories go through host memory.
+    """
 
     def __init__(self, decision: Decision, gds: Gds) -> None:
         self.decision = decision
         self._gds = gds
-        self._refused: Obstacle | None = None
-
-    @property
-    def obstacle(self) -> Obstacle | None:
-        """Why GPU memory does not go straight to all directories: as was decided, or as cuFile refused a file."""
-        return self.decision.obstacle or self._refused
 
     def __call__(self, directory: Path) -> Backend:
         """Open the file. If cuFile refuses it after all, and is not required, open it without."""
@@ -48,7 +48,7 @@ class Opener:
         except (StoreError, ImportError) as error:
             if self._gds == "require":
                 raise
-            self._refused = Obstacle(str(error))
+            self.decision = self.decision.closed_by(Obstacle(str(error)))
             _say(f"nvme at {directory} goes through host memory: {error}")
             return several(PosixFile)(directory)
 
@@ -111,11 +111,10 @@ def foresee(directories: Sequence[Path], gds: Gds, cache: Path | None, *, host_a
         decision = decided("prefer")
     if decision.direct:
         prepare_cufile(decision)
+        opener = Opener(decision, "prefer")
         for directory in directories:
-            try:
-                KvikioFile(directory, mode="gds").close()
-            except (StoreError, ImportError) as error:
-                return decision.closed_by(Obstacle(str(error)))
+            opener(directory).close()
+        return opener.decision
     return decision
 
 

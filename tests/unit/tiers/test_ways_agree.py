@@ -284,12 +284,7 @@ def test_doctor_and_probe_tell_of_a_file_that_cufile_refuses_as_a_run_does(
         raise StoreError(str(directory), 0, 0, "open a file for cuFile in", "error 5008")
 
     monkeypatch.setattr(choose, "KvikioFile", refuse)
-    findings, probed = doctor("prefer"), probe_gds.gds_obstacle(tuple(bench.places), "prefer")
-    assert not run(bench, "prefer")[1]
-    assert probed is not None and "error 5008" in probed
-    for subject, found in findings.items():
-        if subject == "GDS" or subject.startswith("nvme "):
-            assert "error 5008" in found["found"] and "goes direct" not in found["found"]
+    assert "error 5008" in (assert_agreed(bench, doctor, "prefer") or "")
 
 
 def test_a_run_that_goes_directly_or_wants_no_direct_way_says_nothing(
