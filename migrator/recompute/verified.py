@@ -20,6 +20,10 @@ MOST = 1024  # shapes that are remembered of a site: a program may have new ones
 CHOSEN = re.compile("mm|mv|dot|conv|attention|rnn|lstm|gru|matmul|linear|linalg|fft|cudnn|miopen|mkldnn|::")
 """In the names of operators whose kernel a library chooses by the shape, or of which nothing is known."""
 
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+"""cuBLAS chooses their kernel, too, but promises the same bits at every run of one shape where each stream has its own
+workspace, which PyTorch gives it (cuBLAS manual, "Results Reproducibility"). On a CPU nobody promises that."""
+
 ATOMIC = re.compile(
     "index_(add|copy|put|reduce)|scatter|^put|max_unpool|cumsum|histc|bincount|kthvalue|median|embedding_bag|nll_loss2d"
 )
@@ -97,7 +101,7 @@ class Verified(NamedTuple):
         name = replay.names[index]
         if name in self.held:
             return self.held[name]
-        if layout(base) != self.layout or not are_alike_for_all_shapes(replay.operators):
+        if layout(base) != self.layout or not are_alike_for_all_shapes(replay.operators, on_gpu=base.is_cuda):
             return None
         alike = [took for held, took in self.held.items() if operators_of(held) == operators_of(name)]
         return max(alike) if len(alike) >= SHAPES else None
@@ -109,9 +113,13 @@ def add(to: dict[str, Verified], new: Mapping[str, Verified]) -> None:
         to[key] = verified.besides(to.get(key))
 
 
-def are_alike_for_all_shapes(operators: Iterable[str]) -> bool:
-    """Return whether operators that repeat their bits for some shapes do for others: see `CHOSEN` and `ATOMIC`."""
-    return not any(CHOSEN.search(name) or ATOMIC.search(name) for name in operators)
+def are_alike_for_all_shapes(operators: Iterable[str], *, on_gpu: bool) -> bool:
+    """Return whether operators that repeat their bits for some shapes do for others.
+
+    See `CHOSEN`, `PRODUCTS` and `ATOMIC`.
+    """
+    others = (name for name in operators if not (on_gpu and name in PRODUCTS))
+    return not any(CHOSEN.search(name) or ATOMIC.search(name) for name in others)
 
 
 def base_of(tensor: Tensor) -> Tensor:

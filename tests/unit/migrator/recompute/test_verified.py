@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_tiers.migrator.recompute.verified import Took, Verified, layout
+from torch_tiers.migrator.recompute.verified import Took, Verified, are_alike_for_all_shapes, layout
 
 
 def finds(operators: Sequence[str], held: int, *, others: int = 0) -> bool:
@@ -45,6 +45,17 @@ def test_shapes_of_other_operators_do_not_count() -> None:
 )
 def test_what_a_library_chooses_a_kernel_for_is_tried_for_each_shape(operator: str) -> None:
     assert not finds(["add", operator, "gelu"], 9)
+
+
+@pytest.mark.parametrize("product", ["mm", "addmm", "bmm", "baddbmm"])
+def test_a_matrix_product_is_trusted_where_the_library_promises_the_same_bits(product: str) -> None:
+    assert are_alike_for_all_shapes(["add", product, "gelu"], on_gpu=True)
+    assert not are_alike_for_all_shapes(["add", product, "gelu"], on_gpu=False)
+
+
+@pytest.mark.parametrize("operator", ["convolution", "_scaled_mm", "addmv", "_scaled_dot_product_flash_attention"])
+def test_for_no_other_operator_of_a_library_is_it_taken_for_granted(operator: str) -> None:
+    assert not are_alike_for_all_shapes(["mm", operator], on_gpu=True)
 
 
 @pytest.mark.parametrize(
