@@ -31,6 +31,7 @@ from torch_tiers.migrator.streams import Compute, Lane, Meter
 from torch_tiers.migrator.telemetry.device_log import DeviceLog
 
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
+ANY = -1, -1 << 62  # position and room, whatever these are
 
 
 class Engine:
@@ -170,16 +171,17 @@ class Engine:
         """Prefetch groups in order, as far as the limit allows; read those after them ahead from disk.
 
         Disks and the program may also make room, which the engine does not see. So it tries again whenever a group is
-        first or last asked for, or dies, and with disks at every tensor.
+        first or last asked for, or dies, and with disks at every tensor; else at those after which the next may come.
         """
-        hbm = self.hbm
+        hbm, order = self.hbm, self._prefetcher.order
         with self.lock:
             self.unsettled = self.backing.has_disk
-            while self._prefetcher.order:
+            while order:
                 group = self._prefetcher.bring_next(hbm.position, hbm.limit - hbm.resident, self.ahead)
                 if group is None:
                     break
                 self._count(group, group.nbytes)
+            hbm.due_at, hbm.due_bytes = ANY if self.unsettled or not order else (order[0].bring_at, order[0].nbytes)
 
     def source(self, saved: Saved) -> torch.Tensor | None:
         """Return the buffer on which `saved` lies, ready for the compute stream; None if it never left HBM.
@@ -199,10 +201,10 @@ class Engine:
                     self._transport.leave_home(self._again)
                 self._again = group
             self._bring(group)
-            self.unsettled = True
+            self._unsettle()
         if group in self._prefetcher.early:
             del self._prefetcher.early[group]
-            self.unsettled = True
+            self._unsettle()
         return self._transport.make_ready(group)
 
     def glimpse(self, saved: Saved) -> torch.Tensor | None:
@@ -228,9 +230,14 @@ class Engine:
             # it be asked for again (retain_graph), an AWAY group comes back a second time.
             self.hbm.used_up += group.counted
             self._count(group, 0)
-            self.unsettled = True
+            self._unsettle()
             if group.state is State.HOME:
                 self._transport.leave_home(group)
+
+    def _unsettle(self) -> None:
+        """Have the next tensor that is asked for look again at what may come back."""
+        self.unsettled = True
+        self.hbm.due_at, self.hbm.due_bytes = ANY
 
     def _bring(self, group: Group) -> None:
         self._transport.fetch(group)
@@ -257,7 +264,7 @@ class Engine:
                 self._dying.append(group)  # to wait for the thread would have the program wait
             else:
                 self._forget(group)
-                self.unsettled = True
+                self._unsettle()
         if not (self._waiting or self._dying):
             self.backing.users.discard(self)
 

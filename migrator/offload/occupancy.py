@@ -25,6 +25,8 @@ class Occupancy(Protocol):
         Bytes that were saved, and stay: they were only ever estimated.
     used_up : int
         Bytes that left at their last use, when somebody begins to work with them.
+    due_at, due_bytes : int
+        The position from which the next group may come back, and the room that it needs; at first no bound.
     """
 
     resident: int
@@ -32,6 +34,8 @@ class Occupancy(Protocol):
     position: int
     stayed: int
     used_up: int
+    due_at: int
+    due_bytes: int
 
     def enter(self, nbytes: int, pace: Pace | None, /) -> bool:
         """Count bytes that enter HBM and stay, and take note that a site of the plan was saved, if one was.
@@ -43,5 +47,5 @@ class Occupancy(Protocol):
         """Count bytes that had stayed and were used for the last time, and take note that a site was asked for.
 
         The site's limit and its prefetches hold from here on, if it comes in the plan's order and for the first time.
-        Returns whether groups may come back now.
+        Returns whether the next group may come back now.
         """

@@ -227,7 +227,7 @@ class Mover:
             known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
             dropped = Dropped(tensor, made, make, record)
-        if fresh is not None and self.checks.on and not self.engine.compute.capturing():
+        if fresh is not None:
             self.checks.look(make.key, base, fresh, Look)
             if make.key in self.checks.refused:
                 return self.take(tensor, make.key, None, kind)

@@ -108,7 +108,7 @@ class Checks:
         times = self._times.setdefault(key, 0)
         if (self._next is not None and key != self._next) or self._may_take < 0:
             return  # as mostly
-        if any(check.verified is None for check in self._pending):
+        if any(check.verified is None for check in self._pending) or self._compute.capturing():
             return
         self._times[key], self._next = times + 1, ""  # no other in this iteration
         began = time.perf_counter()

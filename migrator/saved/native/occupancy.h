@@ -8,6 +8,7 @@
 #include <structmember.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "slots.h"
 
@@ -17,7 +18,7 @@ enum PaceField { kBirth, kUse, kFromBirth, kFromUse, kPaceFields };  // of `plan
 
 struct Occupancy {
   PyObject_HEAD
-  long long resident, limit, position, stayed, used_up;
+  long long resident, limit, position, stayed, used_up, due_at, due_bytes;
   PyObject *leaving, *order;  // the engine's groups: whose copy has been submitted; that are still to come back
   struct Own {
   } own;
@@ -45,7 +46,7 @@ struct Occupancy {
     return changed && resident > limit && are_any(leaving);
   }
 
-  // Bytes leave it, as backward has asked for a site of the plan, if there is one. Whether groups may come back.
+  // Bytes leave it, as backward has asked for a site of the plan, if there is one. Whether the next group may come back.
   bool leave(long long nbytes, PyObject *pace) {
     bool changed = nbytes != 0;
     // Else it is asked for again, or not in the plan's order.
@@ -59,7 +60,7 @@ struct Occupancy {
     stayed -= nbytes;
     resident -= nbytes;
     used_up += nbytes;
-    return changed && are_any(order);
+    return changed && position >= due_at && limit - resident >= due_bytes && are_any(order);
   }
 
   bool set_limit(PyObject *room) {
@@ -92,6 +93,8 @@ PyMemberDef occupancy_members[] = {
     {"position", T_LONGLONG, offsetof(Occupancy, position), 0, nullptr},
     {"stayed", T_LONGLONG, offsetof(Occupancy, stayed), 0, nullptr},
     {"used_up", T_LONGLONG, offsetof(Occupancy, used_up), 0, nullptr},
+    {"due_at", T_LONGLONG, offsetof(Occupancy, due_at), 0, nullptr},
+    {"due_bytes", T_LONGLONG, offsetof(Occupancy, due_bytes), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -119,7 +122,8 @@ PyObject *make_occupancy(PyObject *, PyObject *const *args, Py_ssize_t count) {
   auto *made = make<Occupancy>(occupancy_type);
   hold(made->leaving, args[0]);
   hold(made->order, args[1]);
-  made->position = -1;
+  made->position = made->due_at = -1;
+  made->due_bytes = std::numeric_limits<long long>::min();
   return reinterpret_cast<PyObject *>(made);
   END_HANDLE_TH_ERRORS
 }

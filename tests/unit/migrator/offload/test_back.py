@@ -171,6 +171,42 @@ def test_a_group_comes_back_when_its_position_is_reached(rig: Rig) -> None:
     assert rig.back.copies == 1
 
 
+def _asked(rig: Rig, monkeypatch: pytest.MonkeyPatch, paces: list[Pace]) -> list[bool]:
+    """Backward asks for a site after the other; for each, whether the engine looked for what may come back."""
+    looks: list[None] = []
+    prefetch = rig.engine.prefetch
+    monkeypatch.setattr(rig.engine, "prefetch", lambda: (looks.append(None), prefetch())[1])
+    found = []
+    for pace in paces:
+        before = len(looks)
+        rig.engine.leave(0, pace)
+        found.append(len(looks) > before)
+    return found
+
+
+def test_no_look_is_taken_where_the_next_group_cannot_come(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,), (second,) = rig.offloaded(next_use=1), rig.offloaded(next_use=2)
+    first.group.bring_at, second.group.bring_at = 5, 6
+    rig.out.run()
+    rig.engine.begin_backward()
+    room = {4: 9, 5: 0, 6: 1, 7: 1, 8: 2, 9: 9}  # in groups, by the position of a site
+    paces = [Pace(0, use, None, groups * NBYTES) for use, groups in room.items()]
+    assert _asked(rig, monkeypatch, paces) == [False, False, True, False, True, False]
+    assert rig.back.copies == 2
+
+
+def test_a_look_is_taken_once_the_group_that_was_next_has_died(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,), (second,) = rig.offloaded(next_use=1), rig.offloaded(next_use=2)
+    first.group.bring_at = 100
+    rig.engine.hbm.limit = NBYTES
+    rig.out.run()
+    rig.engine.begin_backward()
+    first.die()
+    rig.engine.collect()
+    assert _asked(rig, monkeypatch, [Pace(0, 4, None, None)]) == [True]
+    assert second.group.state is State.HOME
+
+
 @pytest.mark.parametrize("limit, bring_at", [(0, -1), (NBYTES, 100)], ids=["beyond_the_limit", "before_its_position"])
 def test_what_is_needed_comes_back_all_the_same(rig: Rig, limit: int, bring_at: int) -> None:
     (held,) = rig.offloaded()
