@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.drive_ways --directory /mnt/nvme0 --size 4GiB --rounds 5``
 
-``drive alone`` moves pinned memory by O_DIRECT in as many requests as the store has in flight: what no way can beat.
-``through dram`` and ``directly`` are the engine with groups of ``--group`` and checksums; the direct way goes by
-cuFile, or by kvikio's compatibility mode with ``--compat``. Each way reads what it wrote, and what comes back is
-compared. Prints GB/s, the median of the rounds.
+``drive alone`` moves pinned memory by O_DIRECT, in as many requests as the store has in flight, and ``kvikio alone``
+the GPU's by kvikio's calls, in as many as the staging slots are: what the ways below them can come close to. ``through
+dram`` and ``directly`` are the engine with groups of ``--group`` and checksums; the direct way goes by cuFile, or by
+kvikio's compatibility mode with ``--compat``. All use as many files. Each way of ours reads what it wrote, and what
+comes back is compared. Prints GB/s, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme import cufile
+from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.files import FILES, several
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
-from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
+from torch_tiers.allocator.nvme.ways import RING, SLOT_BYTES, SLOTS
 from torch_tiers.allocator.sizes import GiB, format_size, parse_size
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct, DirectWay
@@ -42,6 +45,8 @@ from torch_tiers.places import cache_directory
 
 AHEAD = 6  # groups that may be in HBM again
 
+Opener = Callable[[Path], Backend]
+
 
 @dataclass(eq=False)
 class Sent:
@@ -51,13 +56,13 @@ class Sent:
 
 
 class Alone:
-    """The drive by itself."""
+    """Files by themselves, with memory of the host or of the GPU; nothing is checked."""
 
-    def __init__(self, directory: Path, size: int) -> None:
-        self._file = PosixFile(directory)
+    def __init__(self, file: Backend, size: int, in_flight: int, **memory: Any) -> None:
+        self._file = file
         self._file.grow(2 * size)
-        self._memory = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._pool = ThreadPoolExecutor(2 * DEPTH)
+        self._memory = [torch.ones(size, dtype=torch.uint8, **memory) for _ in range(2)]
+        self._pool = ThreadPoolExecutor(in_flight)
         self._size = size
 
     def write(self) -> None:
@@ -89,24 +94,18 @@ class ByEngine:
     """Groups as they go in training: out as they are saved, back in order and ahead of their use."""
 
     def __init__(
-        self, directory: Path, size: int, group: int, *, files: int, direct: bool, compat: bool = False
+        self, directory: Path, backend: Opener, size: int, group: int, *, direct: bool, registers: bool = False
     ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         counters = Counters()
         self._size, self._group = size, group
-        self._store = NvmeStore(
-            [directory],
-            2 * size,
-            gds="off",
-            step=2 * size,
-            backend=several(partial(KvikioFile, mode="compat" if compat else "gds") if direct else PosixFile, files),
-        )
+        self._store = NvmeStore([directory], 2 * size, gds="off", step=2 * size, backend=backend)
         self._arena = DramArena(GiB, pinned=True, step=GiB)
         self._backing = Backing(self._arena, self._store, counters)
         self._device = open_device(device, counters, 0)
         self._direct: Direct | None = None
         if direct:
-            register = (None, None) if compat else (cufile.register, cufile.deregister)
+            register = (cufile.register, cufile.deregister) if registers else (None, None)
             rings = [Ring(device, SLOTS, SLOT_BYTES, *register) for _ in range(2)]
             way = DirectWay(self._store, rings[0], rings[1])
             self._direct = Direct(way, *lanes(device, ("gds_write", "gds_read"), counters), counters)
@@ -198,10 +197,13 @@ class ByEngine:
 
 
 def measure(directory: Path, size: int, group: int, rounds: int, *, files: int, compat: bool) -> None:
+    posix: Opener = several(PosixFile, files)
+    kvikio: Opener = several(partial(KvikioFile, mode="compat" if compat else "gds"), files)
     makers: dict[str, Callable[[], Alone | ByEngine]] = {
-        "drive alone": lambda: Alone(directory, size),
-        "through dram": lambda: ByEngine(directory, size, group, files=files, direct=False),
-        "directly": lambda: ByEngine(directory, size, group, files=files, direct=True, compat=compat),
+        "drive alone": lambda: Alone(posix(directory), size, DEPTH, pin_memory=True),
+        "through dram": lambda: ByEngine(directory, posix, size, group, direct=False),
+        "kvikio alone": lambda: Alone(kvikio(directory), size, RING // STRIPE, device="cuda"),
+        "directly": lambda: ByEngine(directory, kvikio, size, group, direct=True, registers=not compat),
     }
     took: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
