@@ -306,6 +306,8 @@ class Session:
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
             demoted = max(demoted, sum(counts.demoted for counts in paged))  # which the program may have freed by now
+        wrote = numbers["moved"]["disk_write"] or numbers["moved"]["gds_write"]
+        worn = self._drives.worn if self._drives and wrote else {}
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": numbers.pop("device"),
@@ -320,6 +322,7 @@ class Session:
             },
             **numbers,
             "bounced": self._nvme.bounced if self._nvme else 0,
+            "worn": {name: told._asdict() for name, told in worn.items()},
             "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,
             "state_in_dram": state,

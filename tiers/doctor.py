@@ -13,7 +13,7 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config import Config, NvmeConfig
 from torch_tiers.monitor.sensors import TRAFFIC, Choice
 from torch_tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of
-from torch_tiers.topology.wear import wear
+from torch_tiers.topology.wear import Wear, wear
 
 Status = Literal["ok", "degraded", "missing"]
 
@@ -211,7 +211,7 @@ def _nvme(
     ways: Decision,
     filesystem: Callable[[Path], Filesystem],
     free_bytes: Callable[[Path], int],
-    worn: Callable[[str], str | None],
+    worn: Callable[[str], Wear | None],
 ) -> Iterator[Finding]:
     if not nvme.capacity:
         yield Finding("nvme", "ok", "off; TIERS_NVME and TIERS_NVME_PATH turn it on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.config import NvmeConfig
 from torch_tiers.migrator.offload.direct import DirectWay
 from torch_tiers.spoken import say
+from torch_tiers.topology import filesystem_of
+from torch_tiers.topology.wear import Wear, wear
 
 log = logging.getLogger("tiers")
 
@@ -51,6 +54,7 @@ class Drives:
         on_gpu: bool,
     ) -> None:
         self._gds = config.gds
+        self._paths = config.paths
         opener: Opener | None = None
         if on_gpu and config.gds != "off":
             opener = choose_backends(config.paths, config.gds, cache, gpu_in_use())
@@ -69,6 +73,13 @@ class Drives:
         why = None if self._decision is None else self._decision.obstacle
         if why is not None and not log.isEnabledFor(logging.INFO):
             say(f"nvme goes through host memory: {why}")
+
+    @cached_property
+    def worn(self) -> dict[str, Wear]:
+        """By the names of those that tell, how worn the drives are below the directories. Asked once."""
+        below = {filesystem_of(path).drive for path in self._paths}
+        asked = {drive.name: wear(drive.name) for drive in below if drive is not None}
+        return {name: found for name, found in asked.items() if found is not None}
 
     def direct_way(self, device: torch.device) -> DirectWay | None:
         """The way from a GPU's memory past the host's, where all directories have one.

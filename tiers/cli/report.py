@@ -27,6 +27,7 @@ from torch_tiers.planning.ranks import render as render_ranks
 from torch_tiers.planning.ranks import to_json as ranks_to_json
 from torch_tiers.planning.stats import stats_from_json
 from torch_tiers.run_directory import ENOUGH, LOSSES, PLAN, STATS, TRACE, by_iteration
+from torch_tiers.topology.wear import Wear
 
 _BAR = 20
 _WAYS = {
@@ -162,7 +163,8 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
             "memory; look for 'GPUDirect Storage at ... failed' on stderr"
         )
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
-        yield _wear(written, stats["step_s"])
+        worn = {name: Wear(**told) for name, told in stats.get("worn", {}).items()}  # nor was this
+        yield _wear(written, stats["step_s"], worn)
     stalls = Table("waiting for", "count", "time in all", "per iteration", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
@@ -247,13 +249,26 @@ def _step(step: dict[str, Any]) -> str:
     )
 
 
-def _wear(written: int, step: dict[str, Any]) -> str:
-    """What nvme takes: a drive is made for so many bytes in all. `tiers doctor` asks it how many are used up."""
+def _wear(written: int, step: dict[str, Any], worn: dict[str, Wear]) -> str:
+    """What nvme takes, and for how long the drives are made for that: each for so many bytes in all."""
     text = f"nvme takes {format_size(written)} an iteration"
     settled = step.get("settled", {"steps": 0})
     seconds = settled["median"] if settled["steps"] >= ENOUGH else step["median"]
-    # A step takes some microseconds, whatever a file says.
-    return text + f", {format_size(int(written * 3600 / max(seconds, 1e-6)))} an hour" if seconds else text
+    if not seconds:
+        return text
+    an_hour = int(written * 3600 / max(seconds, 1e-6))  # a step takes some microseconds, whatever a file says
+    text += f", {format_size(an_hour)} an hour"
+    if not worn:
+        return text
+    most = max(worn, key=lambda name: worn[name].percent)
+    text += f"; {worn[most].percent}% of the rated write endurance of {most} is used"
+    left = [drive.left for drive in worn.values() if drive.left is not None]
+    if not left:
+        return text
+    # Each takes an equal part, about: what is written is split over all of them.
+    hours = min(left) * len(worn) / max(an_hour, 1)
+    rest = f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.0f} hours"
+    return f"{text}, and at this pace the rest lasts for {rest}"
 
 
 def _size(nbytes: int | None) -> str:

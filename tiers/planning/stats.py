@@ -47,6 +47,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
     ):  # of which earlier versions did not tell
         if name in stats:
             _count(stats[name], name)
+    for drive in mapping(stats.get("worn", {}), "worn", record, _MOST_NAMES).values():  # of which nor they did
+        _check_counts(drive, "worn", ("percent", "written"))
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell
         _check_host_memory(record(stats["host_memory"], "host_memory"))
     if stats.get("pages") is not None:

@@ -30,7 +30,7 @@ from torch_tiers.monitor.sensors import Choice
 from torch_tiers.monitor.sensors.pressure import Pressure
 from torch_tiers.topology import Filesystem, Gpu, Memory, Topology
 
-GiB = 1024**3
+GiB, TiB = 1024**3, 1024**4
 CPU = Topology(Memory(32 * GiB, 16 * GiB, None, 8 * 1024**2), (), 2, (), None)
 NO_GPU = replace(MACHINE, gpu=None)
 H100 = replace(CPU, gpus=(Gpu(0, "H100", 80 * GiB, "0:0", "580"),))
@@ -347,6 +347,27 @@ def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct,
     out = " ".join(capsys.readouterr().out.split())
     assert ("nvme takes" in out) == (said is not None)
     assert said is None or said in out
+
+
+@pytest.mark.parametrize(
+    ("worn", "said"),
+    [
+        ({"nvme0n1": (50, 84 * TiB)}, "50% of the rated write endurance of nvme0n1 is used, and at this pace"),
+        ({"nvme0n1": (50, 84 * TiB)}, "the rest lasts for 12 hours"),
+        ({"nvme0n1": (1, 84 * TiB), "nvme1n1": (2, 84 * TiB)}, "2% of the rated write endurance of nvme1n1"),
+        ({"nvme0n1": (1, 84 * TiB), "nvme1n1": (2, 84 * TiB)}, "the rest lasts for 49 days"),
+        ({"nvme0n1": (0, GiB)}, "an hour; 0% of the rated write endurance of nvme0n1 is used"),
+        ({"nvme0n1": (120, TiB)}, "the rest lasts for 0 hours"),
+    ],
+)
+def test_report_tells_for_how_long_drives_are_made_for_that(tmp_path, capsys, worn, said):
+    moved = {"d2h": 0, "h2d": 0, "disk_write": 20 * GiB, "disk_read": 0}
+    told = {name: {"percent": percent, "written": written} for name, (percent, written) in worn.items()}
+    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"moved": moved, "iterations": 20, "worn": told}))
+    assert main(["report", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out
+    assert ("at this pace" in out) == any(percent for percent, _ in worn.values())  # else nobody can tell
 
 
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_tiers.topology.wear import wear
+from torch_tiers.topology.wear import Wear, wear
 
 TOLD = {
     "smartctl": {"exit_status": 0},
@@ -30,7 +30,7 @@ def test_a_drive_tells_how_much_of_its_writes_are_used_up(
 ) -> None:
     """Also one that is about to fail, of which smartctl exits with another code."""
     smartctl(tmp_path, monkeypatch, json.dumps(TOLD), code)
-    assert wear("nvme0n1") == "34% of its rated write endurance is used; 191.0 TiB were written so far"
+    assert str(wear("nvme0n1")) == "34% of its rated write endurance is used; 191.0 TiB were written so far"
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,7 @@ def test_nothing_is_told_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest
 def test_nothing_is_told_without_smartctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert wear("nvme0n1") is None
+
+
+def test_what_is_left_is_by_the_drive_s_own_rating() -> None:
+    assert [Wear(percent, 3400).left for percent in (34, 100, 120, 0)] == [6600, 0, 0, None]
