@@ -186,9 +186,9 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
       if ((*block = place->fit(bytes))) return Status::Ok;
       stats.retries += !off_sequence;
     }
-    // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
+    // The device may refuse more of them: then there is more to reclaim.
     uint64_t idle = pages[tier].idle();
-    status = reclaim(growth.pages + refused, tier, place);
+    status = reclaim(growth.pages + refused, tier, place, {growth.begin, growth.begin + bytes});
     if (status != Status::Ok && status != Status::Full) return status;
     if (pages[tier].idle() != idle) continue;
     if (!patient || !wait_for_users(tier)) return fail(Status::Full, kFull);
@@ -197,10 +197,10 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
   }
 }
 
-// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. If
-// there are not enough of them, none is unmapped: the request goes to DRAM, and the next ones would have to map them
-// anew.
-Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
+// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. None of
+// `place` in it, where the request is to lie: for each of those one more would be missing there. If there are not
+// enough of them, none is unmapped: the request goes to DRAM, and the next ones would have to map them anew.
+Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but, Range place) {
   // A request off the sequence must not take pages out of the layout's region: what comes there next would lie in DRAM,
   // unnoticed.
   bool is_reserved = off_sequence && but == layout.heap;
@@ -208,7 +208,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   uint64_t there = pages[tier].available();
   for (auto &[base, heap] : heaps)
     if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_reserved && heap.get() == but))
-      there += heap->idle_pages(tier);
+      there += heap->idle_pages(tier, heap.get() == but ? place : Range{});
   if (there < goal) return fail(Status::Full, "no idle pages");
   const uint64_t before = layout.heap ? layout.heap->unmaps() : 0;
   for (bool itself : {false, true}) {
@@ -216,7 +216,8 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
       // While much lies idle in one heap, requests for small blocks elsewhere would wait for each page by itself.
-      Status status = unmap_idle(*heap, tier, no_growth && !itself ? std::max(missing(), kLoose / page) : missing());
+      const uint64_t count = no_growth && !itself ? std::max(missing(), kLoose / page) : missing();
+      Status status = unmap_idle(*heap, tier, count, itself ? place : Range{});
       if (status != Status::Ok) return status;
     }
   }
@@ -224,14 +225,15 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   return missing() ? fail(Status::Full, "no idle pages") : Status::Ok;
 }
 
-// Unmap up to `count` idle pages of a heap that lie in `tier`; none of a private pool, or while they may be in use.
-Status tn_core::unmap_idle(Heap &heap, Tier tier, uint64_t count) {
+// Unmap up to `count` idle pages of a heap that lie in `tier` and outside of `but`; none of a private pool, or while
+// they may be in use.
+Status tn_core::unmap_idle(Heap &heap, Tier tier, uint64_t count, Range but) {
   bool is_private = heap.pool() != 0;
-  if (!count || (is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier)) return Status::Ok;
+  if (!count || (is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier, but)) return Status::Ok;
   // A graph may still be replaying, on any stream, and what reads its memory asked nobody for any.
   Status status = is_private ? wait_for_all() : wait_for_readers(heap.stream());
   if (status == Status::Busy) return Status::Ok;
-  return status == Status::Ok ? heap.unmap_idle(tier, count) : status;
+  return status == Status::Ok ? heap.unmap_idle(tier, count, but) : status;
 }
 
 // Wait for the work on a stream. `Busy` while it is captured.

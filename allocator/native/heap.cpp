@@ -189,19 +189,28 @@ void Heap::defer_free(Block *block) {
   used_ -= block->bytes;
 }
 
-uint64_t Heap::idle_pages(Tier tier) const {
-  uint64_t idle = 0;
-  for (auto &[bytes, address] : free_) {
-    uint64_t begin = up(address, page_), end = down(address + bytes, page_);
-    if (end > begin) idle += on(tier, begin, end - begin);
+std::vector<Range> Heap::idle_outside(Range but) const {
+  std::vector<Range> found;
+  for (auto &[size, at] : free_) {
+    uint64_t begin = up(at, page_), end = down(at + size, page_);
+    for (Range part :
+         {Range{begin, std::min(end, down(but.begin, page_))}, Range{std::max(begin, up(but.end, page_)), end}})
+      if (part.begin < part.end) found.push_back(part);
   }
+  return found;
+}
+
+uint64_t Heap::idle_pages(Tier tier, Range but) const {
+  uint64_t idle = 0;
+  for (const Range &part : idle_outside(but)) idle += on(tier, part.begin, part.end - part.begin);
   return idle / page_;
 }
 
-Status Heap::unmap_idle(Tier tier, uint64_t count) {
-  std::vector<std::pair<uint64_t, uint64_t>> largest(free_.rbegin(), free_.rend());
-  for (auto &[bytes, address] : largest) {
-    uint64_t begin = up(address, page_), end = down(address + bytes, page_);
+Status Heap::unmap_idle(Tier tier, uint64_t count, Range but) {
+  std::vector<Range> largest = idle_outside(but);
+  std::sort(largest.begin(), largest.end(),
+            [](const Range &a, const Range &b) { return a.end - a.begin > b.end - b.begin; });
+  for (auto [begin, end] : largest) {
     while (end > begin && count) {  // from its end: what is left stays in one piece with its page
       uint64_t pages = 0;
       while (pages < count && end - pages * page_ > begin && table_[index(end) - pages - 1].tier == tier) ++pages;
@@ -214,18 +223,8 @@ Status Heap::unmap_idle(Tier tier, uint64_t count) {
   return Status::Ok;
 }
 
-std::vector<Range> Heap::idle_outside(uint64_t address, uint64_t bytes) const {
-  std::vector<Range> found;
-  for (auto &[size, at] : free_) {
-    uint64_t begin = up(at, page_), end = down(at + size, page_);
-    for (Range part : {Range{begin, std::min(end, address)}, Range{std::max(begin, address + bytes), end}})
-      if (part.begin < part.end) found.push_back(part);
-  }
-  return found;
-}
-
-Status Heap::unmap_idle_outside(uint64_t address, uint64_t bytes) {
-  for (const Range &part : idle_outside(address, bytes)) {
+Status Heap::unmap_idle_outside(Range but) {
+  for (const Range &part : idle_outside(but)) {
     Status status = unmap(part.begin, (part.end - part.begin) / page_);
     if (status != Status::Ok) return status;
   }

@@ -75,14 +75,14 @@ class Heap {
   void free(Block *block);
   void defer_free(Block *block);  // Used becomes PendingFree; `free` completes it
 
-  // Whole free pages that lie in `tier`, which `unmap_idle` could unmap.
-  uint64_t idle_pages(Tier tier) const;
-  // Unmap up to `count` of them, from the largest blocks first. Nothing may be at work on them.
-  Status unmap_idle(Tier tier, uint64_t count);
-  // The whole free pages outside of `[address, address + bytes)`.
-  std::vector<Range> idle_outside(uint64_t address, uint64_t bytes) const;
-  // Unmap those. Nothing may be at work on them.
-  Status unmap_idle_outside(uint64_t address, uint64_t bytes);
+  // The whole free pages outside of `but`.
+  std::vector<Range> idle_outside(Range but) const;
+  // How many of them lie in `tier`.
+  uint64_t idle_pages(Tier tier, Range but = {}) const;
+  // Unmap up to `count` of those, of the largest free blocks first. Nothing may be at work on them.
+  Status unmap_idle(Tier tier, uint64_t count, Range but = {});
+  // Unmap them in both tiers. Nothing may be at work on them.
+  Status unmap_idle_outside(Range but);
 
   // A run of `bytes` without blocks in use: of all such runs the one with the most mapped. False if there is none.
   bool find_run(uint64_t bytes, uint64_t *address) const;

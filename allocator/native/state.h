@@ -155,10 +155,10 @@ struct tn_core {
   Status fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Range reserved_range(const Heap *heap) const;
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
-  Status reclaim(uint64_t goal, Tier tier, const Heap *but);
+  Status reclaim(uint64_t goal, Tier tier, const Heap *but, Range place);
   void count_displaced();
   void make_room(uint64_t missing);
-  Status unmap_idle(Heap &heap, Tier tier, uint64_t count);
+  Status unmap_idle(Heap &heap, Tier tier, uint64_t count, Range but = {});
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   int64_t needed() const;
   uint64_t state_in_hbm() const;

@@ -46,7 +46,8 @@ struct Occupancy {
     return changed && resident > limit && are_any(leaving);
   }
 
-  // Bytes leave it, as backward has asked for a site of the plan, if there is one. Whether the next group may come back.
+  // Bytes leave it, as backward has asked for a site of the plan, if there is one. Whether the next group may come
+  // back.
   bool leave(long long nbytes, PyObject *pace) {
     bool changed = nbytes != 0;
     // Else it is asked for again, or not in the plan's order.

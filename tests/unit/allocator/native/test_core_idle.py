@@ -29,13 +29,17 @@ def test_idle_hbm_in_fragments_is_taken_before_dram(core: Core) -> None:
     assert core.counts().dram == 0
 
 
-def test_idle_hbm_beside_a_hole_is_taken_though_more_is_mapped_anew_then() -> None:
+def test_a_request_that_begins_in_free_memory_takes_from_elsewhere_what_is_missing_there_and_no_more() -> None:
+    """Of a mixture of experts the largest request unmapped what it was to begin in, page by page: 275 waits a step."""
     core = Core("memfd", hbm=12 * PAGE, dram=12 * PAGE)
     blocks = [core.allocate(pages * PAGE) for pages in (3, 1, 3, 1, 4)]
     for block in blocks[::2]:
         core.free(block)  # the last lies beside what was never mapped, and is the largest
+    before = core.counts()
     block = core.allocate(9 * PAGE)
+    after = core.counts()
     assert core.on(block, HBM) == 9 * PAGE
+    assert (after.maps - before.maps, after.unmaps - before.unmaps, after.waits - before.waits) == (5, 5, 1)
 
 
 @pytest.mark.parametrize("costs", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
