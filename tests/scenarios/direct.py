@@ -117,7 +117,7 @@ def flashneuron_leaves_dram_alone(device: torch.device) -> None:
             arguments |= {"dram": "1GiB", "nvme": "1GiB"}
         stats = _assert_same_directly(large if on_gpu else _six_layers, device, **arguments)
     settled = stats["settled"]["moved"]
-    assert settled["gds_write"] > 0 and settled["gds_read"] > 0 and settled["d2h"] == settled["h2d"] == 0
+    assert settled["gds_write"] > 0 and settled["gds_read"] > 0 and settled["d2h"] == settled["h2d"] == 0, stats
 
 
 def a_network_with_tensors_of_all_sizes(device: torch.device) -> None:
