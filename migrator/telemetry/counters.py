@@ -34,7 +34,11 @@ class Counters:
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
     blocked: float = 0.0  # seconds for which the host waited so far
-    _learning: tuple[int, dict[str, int]] = (0, {})  # iterations before the last plan, and bytes by lane
+    _learning: tuple[int, int, dict[str, int]] = (
+        0,
+        0,
+        {},
+    )  # iterations and flushes before the last plan, bytes by lane
     _stalled: dict[str, float] = field(default_factory=dict)  # since then, in seconds by cause
 
     def stalled(self, cause: str, seconds: float, times: int = 1, iteration: int | None = None) -> None:
@@ -50,13 +54,14 @@ class Counters:
 
     def planned(self) -> None:
         """There are new plans."""
-        self._learning, self._stalled = (self.iterations, dict(self.moved)), {}
+        self._learning, self._stalled = (self.iterations, self.flushes, dict(self.moved)), {}
 
     def settled(self) -> dict[str, Any]:
         """What was counted under the last plans; what comes before is learning, which moves more."""
-        iterations, moved = self._learning
+        iterations, flushes, moved = self._learning
         return {
             "iterations": self.iterations - iterations,
+            "flushes": self.flushes - flushes,
             "moved": {lane: nbytes - moved.get(lane, 0) for lane, nbytes in self.moved.items()},
             "stalled_s": {cause: self._stalled.get(cause, 0.0) for cause in self.stalls},
         }

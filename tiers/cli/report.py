@@ -169,11 +169,8 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
     yield stalls if stalls.rows else "no stalls"
-    if flushes := stats.get("flushes"):  # not there in those of earlier versions
-        ours = stats["allocator"] == "pages"
-        gave = "idle memory was unmapped" if ours else "PyTorch's allocator gave back what it had cached"
-        advice = "raise TIERS_HBM" if ours else "set TIERS_ALLOCATOR=pages, or raise TIERS_HBM"
-        yield f"hbm was full {flushes} times: {gave}, for which the host waits for the device; {advice}"
+    if stats.get("flushes"):  # not there in those of earlier versions
+        yield _flushes(stats)
     yield from neighbours.render(stats)
     if pages := stats.get("pages"):  # nor was this
         requests = max(1, pages["planned"] + pages["mispredicted"] + pages["misplaced"])
@@ -247,6 +244,19 @@ def _step(step: dict[str, Any]) -> str:
     return (
         f"step {_ms(settled['median'])} (median of {settled['steps']} under the last plan; {of_all}, learning included)"
     )
+
+
+def _flushes(stats: dict[str, Any]) -> str:
+    """How often HBM was full; what comes of first steps, which keep to no plan, is none of the budget's fault."""
+    flushes, ours = stats["flushes"], stats["allocator"] == "pages"
+    gave = "idle memory was unmapped" if ours else "PyTorch's allocator gave back what it had cached"
+    text = f"hbm was full {flushes} times: {gave}, for which the host waits for the device"
+    settled = stats.get("settled") or {}
+    learned = settled.get("iterations", 0) < stats["iterations"] and "flushes" in settled  # nor was this there
+    if learned and not settled["flushes"]:
+        return f"{text}; not once under the last plan"
+    lately = f", {settled['flushes']} of them under the last plan" if learned else ""
+    return f"{text}{lately}; " + ("raise TIERS_HBM" if ours else "set TIERS_ALLOCATOR=pages, or raise TIERS_HBM")
 
 
 def _wear(written: int, step: dict[str, Any], worn: dict[str, Wear]) -> str:

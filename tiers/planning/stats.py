@@ -106,7 +106,7 @@ def _check_settled(stats: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         return
     settled = record(stats["settled"], "settled")
     field(record(stats["step_s"], "step_s"), "settled", "step_s")
-    _check_counts(settled, "settled", ("iterations",))
+    _check_counts(settled, "settled", ("iterations", *(["flushes"] if "flushes" in settled else [])))
     for name, read in (("moved", _count), ("stalled_s", _seconds)):
         counts = mapping(field(settled, name, "settled"), f"settled.{name}", read, _MOST_NAMES)
         for key in wanted[name]:

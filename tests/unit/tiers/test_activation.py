@@ -136,6 +136,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "stalls": {"h2d": stall},
         "settled": {
             "iterations": "int",
+            "flushes": "int",
             "moved": dict.fromkeys(lanes, "int"),
             "stalled_s": {"h2d": "float"},
         },

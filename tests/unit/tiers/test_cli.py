@@ -303,6 +303,20 @@ def test_report_tells_how_often_hbm_was_full_and_advises_what_is_not_done_alread
 
 
 @pytest.mark.parametrize(
+    ("under_the_plan", "said"),
+    [(0, "for the device; not once under the last plan"), (3, "3 of them under the last plan; raise TIERS_HBM")],
+)
+def test_report_does_not_blame_the_budget_for_what_the_first_steps_took(tmp_path, capsys, under_the_plan, said):
+    settled = {"iterations": 5, "flushes": under_the_plan, "moved": STATS["moved"], "stalled_s": {}}
+    stats = STATS | {"flushes": 12, "allocator": "pages", "settled": settled, "stalls": {}}
+    (tmp_path / "stats.json").write_text(
+        json.dumps(stats | {"step_s": STATS["step_s"] | {"settled": {"median": 0.4, "steps": 5}}})
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("settled", "text"),
     [
         ({}, "step 500.0 ms (median, learning included; 400.0 ms to 750.0 ms)"),  # of an earlier version

@@ -6,14 +6,15 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_what_is_settled_is_told_without_what_came_before_the_last_plan() -> None:
-    counters = Counters(iterations=3)
+    counters = Counters(iterations=3, flushes=200)
     counters.moved["d2h"] = 100
     counters.stalled("d2h", 4.0)
     counters.planned()
-    counters.iterations, counters.moved["d2h"] = 5, 110
+    counters.iterations, counters.flushes, counters.moved["d2h"] = 5, 203, 110
     counters.stalled("h2d", 0.5)
     assert counters.settled() == {
         "iterations": 2,
+        "flushes": 3,
         "moved": {"d2h": 10, "h2d": 0, "disk_write": 0, "disk_read": 0, "gds_write": 0, "gds_read": 0},
         "stalled_s": {"d2h": 0.0, "h2d": 0.5},
     }
