@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <set>
+#include <utility>
 
 #include "state.h"
 
@@ -20,6 +21,7 @@ constexpr uint64_t kRange = uint64_t{1} << 40, kSmallRange = uint64_t{1} << 38;
 constexpr size_t kHalve = 8, kHalvings = 2;
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the driver has no more
 constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part
+constexpr uint64_t kLarge = uint64_t{64} << 20;         // bytes of a request of which a part may lie in DRAM
 constexpr uint64_t kLoose = uint64_t{128} << 20;  // bytes that are mapped nowhere where others stay mapped though idle
 constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
@@ -111,10 +113,34 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
   // Idle pages of HBM are used, wherever they are mapped, before anything goes to DRAM.
   Status status = find_in(kHbm, bytes, stream, pool, true, heap_out, block);
   if (status != Status::Full || pages[kDram].limit() == 0 || off_sequence) return status;
+  if (bytes >= kLarge && pool == 0 && !is_state && !(layout.heap && layout.followed())) {
+    status = find_in_both(bytes, stream, heap_out, block);
+    if (status != Status::Full) return status;
+  }
   return find_in(kDram, bytes, stream, pool, true, heap_out, block);
 }
 
-// The same in HBM alone, without growth beyond what is expected to be alive at most: idle pages are mapped anew first.
+// A large request for most of which HBM has room: what is missing there lies in DRAM, and no more. Not beside a layout,
+// of which pages lie idle for requests to come.
+Status tn_core::find_in_both(uint64_t bytes, Stream stream, Heap **heap_out, Block **block) {
+  Status status = heap({0, stream, kHbm, General}, heap_out);
+  if (status != Status::Ok) return status;
+  Heap::Growth growth;
+  if (!(*heap_out)->growth(bytes, {}, &growth)) return fail(Status::Full, kFull);
+  const Range place{growth.begin, growth.begin + bytes};
+  const uint64_t there = within_reach(kHbm, *heap_out, place);
+  if (4 * there < 3 * growth.pages) return fail(Status::Full, kFull);
+  const Delay delay(delayed);
+  status = reclaim(there, kHbm, *heap_out, place);
+  if (status != Status::Ok) return status;
+  *block = (*heap_out)->place(growth.begin, bytes);
+  if (!*block) return fail(Status::Full, kFull);
+  (*block)->in_both = true;
+  return Status::Ok;
+}
+
+// As `find`, in HBM alone, without growth beyond what is expected to be alive at most: idle pages are mapped anew
+// first.
 Status tn_core::find_without_growth(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   // A block that fits needs no page, so the idle pages of all heaps need not be counted.
   Status status = fit_in(kHbm, bytes, stream, pool, heap_out, block);
@@ -149,7 +175,7 @@ Status tn_core::find_without_growth(uint64_t bytes, Stream stream, uint64_t pool
 // come, and the last that others take.
 Range tn_core::reserved_range(const Heap *heap) const {
   bool is_reserved = heap == layout.heap && layout.followed() && !off_sequence;
-  return is_reserved ? Range{layout.base, layout.base + layout.total} : Range{};
+  return is_reserved ? layout.region() : Range{};
 }
 
 // The heap that the request belongs to, and a free block in it; null if there is none.
@@ -197,6 +223,16 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
   }
 }
 
+// The pages of `tier` that are available, or could be: those that lie idle, but none of `place` in the heap `in`.
+uint64_t tn_core::within_reach(Tier tier, const Heap *in, Range place) const {
+  bool is_reserved = off_sequence && in == layout.heap;
+  uint64_t there = pages[tier].available();
+  for (auto &[base, heap] : heaps)
+    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_reserved && heap.get() == in))
+      there += heap->idle_pages(tier, heap.get() == in ? place : Range{});
+  return there;
+}
+
 // Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. None of
 // `place` in it, where the request is to lie: for each of those one more would be missing there. If there are not
 // enough of them, none is unmapped: the request goes to DRAM, and the next ones would have to map them anew.
@@ -205,11 +241,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but, Range place) 
   // unnoticed.
   bool is_reserved = off_sequence && but == layout.heap;
   auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
-  uint64_t there = pages[tier].available();
-  for (auto &[base, heap] : heaps)
-    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_reserved && heap.get() == but))
-      there += heap->idle_pages(tier, heap.get() == but ? place : Range{});
-  if (there < goal) return fail(Status::Full, "no idle pages");
+  if (within_reach(tier, but, place) < goal) return fail(Status::Full, "no idle pages");
   const uint64_t before = layout.heap ? layout.heap->unmaps() : 0;
   for (bool itself : {false, true}) {
     if (itself && is_reserved) break;
@@ -358,7 +390,11 @@ void tn_core::release(Heap *heap, Block *block) {
     add(stats.active[size], -int64_t(block->bytes));
     add(stats.active_blocks[size], -1);
   }
+  const bool in_both = std::exchange(block->in_both, false);
   heap->free(block);
+  // Or the next requests would lie there in DRAM, though HBM has room again.
+  const bool holds_layout = heap == layout.heap;
+  if (in_both) unmap_idle(*heap, kDram, UINT64_MAX, holds_layout ? layout.region() : Range{});
 }
 
 // Complete the pending frees whose events have all been passed. Every request comes here while frees are pending, and

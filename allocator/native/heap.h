@@ -26,6 +26,7 @@ struct Block {
   uint64_t address = 0, bytes = 0;
   Kind kind = Kind::Void;
   bool small = false;
+  bool in_both = false;  // pages of its heap's tier, HBM, and of DRAM, which nobody else is to get
   uint64_t requested = 0;
   uint32_t period = 0, request = 0;  // where the log tells of its birth
   uint64_t demoted = 0;              // bytes that lie in DRAM, as they may

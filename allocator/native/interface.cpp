@@ -217,7 +217,7 @@ int tn_trim_outside(tn_core *core) {
     Status status = core->wait_for_readers(heap->stream());
     if (status != Status::Ok) return status == Status::Busy ? Status::Ok : status;
     core->process_events();
-    status = heap->unmap_idle_outside({core->layout.base, core->layout.base + core->layout.total});
+    status = heap->unmap_idle_outside(core->layout.region());
     for (Pages &tier : core->pages) {
       Status trimmed = tier.trim();
       status = status == Status::Ok ? trimmed : status;

@@ -82,11 +82,9 @@ void tn_core::make_room(uint64_t missing) {
     if (missing <= available) return;
     if (heap.get() != layout.heap && unmap_idle(*heap, kHbm, missing - available) != Status::Ok) return;
   }
-  if (missing <= pages[kHbm].available() ||
-      layout.heap->idle_outside({layout.base, layout.base + layout.total}).empty())
-    return;
+  if (missing <= pages[kHbm].available() || layout.heap->idle_outside(layout.region()).empty()) return;
   if (wait_for_readers(layout.heap->stream()) == Status::Ok)
-    layout.heap->unmap_idle_outside({layout.base, layout.base + layout.total});  // what this does not free lies in DRAM
+    layout.heap->unmap_idle_outside(layout.region());  // what this does not free lies in DRAM
 }
 
 // `costs` has an entry for each page of the region.
@@ -115,7 +113,7 @@ Status tn_core::set_layout(Stream stream, std::vector<Sequence> sequences, const
   if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
   // Idle pages outside of the region are unmapped, to be mapped in it.
   status = unmap_all_idle(heap);
-  if (status == Status::Ok) status = heap->unmap_idle_outside({next.base, next.base + next.total});
+  if (status == Status::Ok) status = heap->unmap_idle_outside(next.region());
   if (status != Status::Ok) return status;
   uint64_t there = heap->on(kHbm, next.base, next.total) / page;
   // Pages are made before the decision what lies where: within the limit, the device may still refuse some, as other

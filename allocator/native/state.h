@@ -66,6 +66,7 @@ struct Layout {
   size_t lost = 0;      // grows with each unpredicted request, shrinks with each predicted one
 
   bool followed() const { return lost < kLost; }
+  Range region() const { return {base, base + total}; }
 };
 
 struct PendingFree {  // a block that was freed while other streams were using it
@@ -155,6 +156,8 @@ struct tn_core {
   Status fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Range reserved_range(const Heap *heap) const;
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
+  Status find_in_both(uint64_t bytes, Stream stream, Heap **heap, Block **block);
+  uint64_t within_reach(Tier tier, const Heap *in, Range place) const;
   Status reclaim(uint64_t goal, Tier tier, const Heap *but, Range place);
   void count_displaced();
   void make_room(uint64_t missing);

@@ -42,6 +42,54 @@ def test_a_request_that_begins_in_free_memory_takes_from_elsewhere_what_is_missi
     assert (after.maps - before.maps, after.unmaps - before.unmaps, after.waits - before.waits) == (5, 5, 1)
 
 
+def half_full(*, dram: int = GiB) -> Core:
+    """A core of 200 MiB of HBM, half of which is in use in pieces that no large request fits between."""
+    core = Core("memfd", hbm=200 * MiB, dram=dram)
+    blocks = [core.allocate(20 * MiB) for _ in range(10)]
+    for block in blocks[::2]:
+        core.free(block)
+    return core
+
+
+def test_of_a_large_request_only_what_hbm_has_no_room_for_lies_in_dram() -> None:
+    """A mixture of experts lacked 60 MiB, and all of its 1.25 GiB of logits were read over the link."""
+    core = half_full()
+    block = core.allocate(120 * MiB)
+    assert (core.on(block, HBM), core.on(block, DRAM)) == (100 * MiB, 20 * MiB)
+    assert core.glance().spilled_so_far == 20 * MiB
+
+
+def test_what_lay_in_dram_of_a_large_request_serves_nobody_once_that_is_freed() -> None:
+    core = half_full()
+    core.free(core.allocate(120 * MiB))
+    for block in [core.allocate(10 * MiB) for _ in range(10)]:
+        assert core.on(block, DRAM) == 0
+    assert core.counts().hbm == 200 * MiB
+
+
+def test_a_small_request_or_one_for_most_of_which_hbm_has_no_room_lies_in_dram_as_a_whole() -> None:
+    """Those after it would find no idle page in HBM."""
+    core = half_full()
+    large, small = core.allocate(140 * MiB), core.allocate(60 * MiB)
+    assert (core.on(large, DRAM), core.on(small, HBM)) == (140 * MiB, 60 * MiB)
+    assert core.on(core.allocate(50 * MiB), DRAM) == 50 * MiB
+
+
+def test_a_large_request_takes_nothing_in_hbm_where_dram_has_no_room_for_the_rest() -> None:
+    core = half_full(dram=8 * MiB)
+    with pytest.raises(CoreFull):
+        core.allocate(120 * MiB)
+    block = core.allocate(60 * MiB)
+    assert core.on(block, HBM) == 60 * MiB
+
+
+def test_a_large_request_beside_a_layout_leaves_its_idle_pages_alone() -> None:
+    core = Core("memfd", hbm=200 * MiB, dram=GiB)
+    set_layout(core, [150 * MiB], [0], [1] * 75)
+    block = core.allocate(220 * MiB, stream=2)
+    assert core.on(block, DRAM) == 220 * MiB
+
+
 @pytest.mark.parametrize("costs", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
 def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core, costs: list[int]) -> None:
     set_layout(core, [80 * MiB], [0], costs)
