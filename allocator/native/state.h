@@ -1,6 +1,6 @@
 // The state of one core: its heaps by pool, stream, tier and class; frees that are pending on other streams; the log of
-// the period and its layout; counters. `core.cpp` serves requests, `layout.cpp` follows and sets the layout, and
-// `interface.cpp` is the C interface, which takes the lock.
+// the period and its layout; counters. `core.cpp` serves requests, for which `find.cpp` finds memory, `layout.cpp`
+// follows and sets the layout, and `interface.cpp` is the C interface, which takes the lock.
 #pragma once
 
 #include <atomic>
@@ -19,6 +19,9 @@
 
 namespace tiers {
 
+constexpr uint64_t kSmall = uint64_t{1} << 20;    // requests up to here share pages apart from larger ones
+constexpr uint64_t kLoose = uint64_t{128} << 20;  // bytes that are mapped nowhere where others stay mapped though idle
+constexpr char kFull[] = "every tier is full";
 constexpr uint64_t kAlias = uint64_t{64} << 20;  // bytes through which pages are copied to another tier
 constexpr size_t kNone = SIZE_MAX;
 constexpr size_t kLongest = size_t{1} << 15;  // requests of a period that is laid out: time goes by their square

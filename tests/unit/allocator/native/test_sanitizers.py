@@ -27,6 +27,7 @@ CORE = [
             "counts",
             "driver/cuda",
             "driver/memfd",
+            "find",
             "heap",
             "heap_pages",
             "interface",
