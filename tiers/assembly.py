@@ -268,6 +268,9 @@ class Session:
     def _conclude(self) -> None:
         """Write the run directory, and say what the run came to."""
         stats = self.stats()
+        if self._run is not None and self._drives and any(stats["moved"][lane] for lane in ("disk_write", "gds_write")):
+            with suppress(KeyboardInterrupt):  # whoever is in a hurry gets the run directory all the same
+                stats["worn"] = self._drives.worn()
         self._write_run(stats)
         self._shares.say_if_without_effect(trained=self.runtime.armed)
         self._spoken.ends(self.runtime, self._links(), stats, self._run, written=self._written)
@@ -306,8 +309,6 @@ class Session:
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
             demoted = max(demoted, sum(counts.demoted for counts in paged))  # which the program may have freed by now
-        wrote = numbers["moved"]["disk_write"] or numbers["moved"]["gds_write"]
-        worn = self._drives.worn if self._drives and wrote else {}
         peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": numbers.pop("device"),
@@ -322,7 +323,6 @@ class Session:
             },
             **numbers,
             "bounced": self._nvme.bounced if self._nvme else 0,
-            "worn": {name: told._asdict() for name, told in worn.items()},
             "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,
             "state_in_dram": state,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +19,11 @@ from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.config import NvmeConfig
+from torch_tiers.launcher import processes
 from torch_tiers.migrator.offload.direct import DirectWay
 from torch_tiers.spoken import say
 from torch_tiers.topology import filesystem_of
-from torch_tiers.topology.wear import Wear, wear
+from torch_tiers.topology.wear import wear_of
 
 log = logging.getLogger("tiers")
 
@@ -74,12 +75,14 @@ class Drives:
         if why is not None and not log.isEnabledFor(logging.INFO):
             say(f"nvme goes through host memory: {why}")
 
-    @cached_property
-    def worn(self) -> dict[str, Wear]:
-        """By the names of those that tell, how worn the drives are below the directories. Asked once."""
-        below = {filesystem_of(path).drive for path in self._paths}
-        asked = {drive.name: wear(drive.name) for drive in below if drive is not None}
-        return {name: found for name, found in asked.items() if found is not None}
+    def worn(self) -> dict[str, Any]:
+        """For `stats.json`, how worn the drives below the directories are, as far as they tell. It may take seconds.
+
+        With their number, and that of the processes on this host, which write as much.
+        """
+        drives = {drive.name for path in self._paths if (drive := filesystem_of(path).drive) is not None}
+        told = {name: found._asdict() for name, found in wear_of(sorted(drives)).items()}
+        return {"drives": len(drives), "processes": processes("LOCAL_WORLD_SIZE"), "told": told}
 
     def direct_way(self, device: torch.device) -> DirectWay | None:
         """The way from a GPU's memory past the host's, where all directories have one.

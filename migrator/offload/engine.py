@@ -164,6 +164,7 @@ class Engine:
         with self.lock:
             self.collect()
             self._peak = max(self._peak, self.hbm.resident)
+            self._unsettle()  # what was due is no more, also where what follows raises
             self._prefetcher.begin(self._waiting)
             self.prefetch()
 

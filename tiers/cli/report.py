@@ -163,8 +163,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
             "memory; look for 'GPUDirect Storage at ... failed' on stderr"
         )
     if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
-        worn = {name: Wear(**told) for name, told in stats.get("worn", {}).items()}  # nor was this
-        yield _wear(written, stats["step_s"], worn)
+        yield _wear(written, stats["step_s"], stats.get("worn") or {"told": {}})
     stalls = Table("waiting for", "count", "time in all", "per iteration", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
@@ -259,7 +258,7 @@ def _flushes(stats: dict[str, Any]) -> str:
     return f"{text}{lately}; " + ("raise TIERS_HBM" if ours else "set TIERS_ALLOCATOR=pages, or raise TIERS_HBM")
 
 
-def _wear(written: int, step: dict[str, Any], worn: dict[str, Wear]) -> str:
+def _wear(written: int, step: dict[str, Any], worn: dict[str, Any]) -> str:
     """What nvme takes, and for how long the drives are made for that: each for so many bytes in all."""
     text = f"nvme takes {format_size(written)} an iteration"
     settled = step.get("settled", {"steps": 0})
@@ -268,15 +267,16 @@ def _wear(written: int, step: dict[str, Any], worn: dict[str, Wear]) -> str:
         return text
     an_hour = int(written * 3600 / max(seconds, 1e-6))  # a step takes some microseconds, whatever a file says
     text += f", {format_size(an_hour)} an hour"
-    if not worn:
+    drives = {name: Wear(told["percent"], told["written"]) for name, told in worn["told"].items()}
+    if not drives:
         return text
-    most = max(worn, key=lambda name: worn[name].percent)
-    text += f"; {worn[most].percent}% of the rated write endurance of {most} is used"
-    left = [drive.left for drive in worn.values() if drive.left is not None]
-    if not left:
+    most = max(drives, key=lambda name: (drives[name].percent, -(drives[name].left or 0)))
+    text += f"; {drives[most].percent}% of the rated write endurance of {most} is used"
+    left = drives[most].left
+    if left is None:
         return text
-    # Each takes an equal part, about: what is written is split over all of them.
-    hours = min(left) * len(worn) / max(an_hour, 1)
+    # All processes write as much, to all drives: to each about the same.
+    hours = left * worn["drives"] / max(an_hour * worn["processes"], 1)
     rest = f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.0f} hours"
     return f"{text}, and at this pace the rest lasts for {rest}"
 

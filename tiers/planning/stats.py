@@ -47,8 +47,11 @@ def stats_from_json(content: str) -> dict[str, Any]:
     ):  # of which earlier versions did not tell
         if name in stats:
             _count(stats[name], name)
-    for drive in mapping(stats.get("worn", {}), "worn", record, _MOST_NAMES).values():  # of which nor they did
-        _check_counts(drive, "worn", ("percent", "written"))
+    if stats.get("worn") is not None:  # of those that wrote to a drive
+        worn = record(stats["worn"], "worn")
+        _check_counts(worn, "worn", ("drives", "processes"))
+        for drive in mapping(field(worn, "told", "worn"), "worn.told", record, _MOST_NAMES).values():
+            _check_counts(drive, "worn.told", ("percent", "written"))
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell
         _check_host_memory(record(stats["host_memory"], "host_memory"))
     if stats.get("pages") is not None:

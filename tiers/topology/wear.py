@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch_tiers.allocator.sizes import format_size
 
 UNIT = 512_000  # bytes that NVMe drives count in
-TIMEOUT = 5.0  # seconds
+TIMEOUT = 5.0  # seconds, for all of them
+GRACE = 0.5  # seconds, for one that is killed
+MOST_PERCENT = 255  # that a drive can tell
 
 
 class Wear(NamedTuple):
@@ -46,11 +51,36 @@ def wear(drive: str) -> Wear | None:
     drive
         The block device's name, such as ``nvme0n1``.
     """
-    command = ["smartctl", "--json", "--attributes", f"/dev/{drive}"]
+    return wear_of([drive]).get(drive)
+
+
+def wear_of(drives: Iterable[str]) -> dict[str, Wear]:
+    """Ask several at once; those that tell."""
+    deadline, asked = time.monotonic() + TIMEOUT, {}
+    for drive in drives:
+        command = ["smartctl", "--json", "--attributes", f"/dev/{drive}"]
+        with suppress(OSError):
+            asked[drive] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+    found = {drive: _answer(process, deadline) for drive, process in asked.items()}
+    return {drive: told for drive, told in found.items() if told is not None}
+
+
+def _answer(process: subprocess.Popen[bytes], deadline: float) -> Wear | None:
     try:
         # It exits with other codes, too, when a drive is about to fail, and tells all the same.
-        told = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).stdout
+        told, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         found: Any = json.loads(told)["nvme_smart_health_information_log"]
-        return Wear(int(found["percentage_used"]), int(found["data_units_written"]) * UNIT)
-    except (OSError, subprocess.SubprocessError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
+        percent, written = int(found["percentage_used"]), int(found["data_units_written"]) * UNIT
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)  # and no longer: a drive that hangs may hold it for good
         return None
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
+        return None
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+    return Wear(percent, written) if 0 <= percent <= MOST_PERCENT and 0 <= written < 1 << 63 else None

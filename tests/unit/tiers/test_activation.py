@@ -132,7 +132,6 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "state_in_dram": "int",
         "overflow": "int",
         "bounced": "int",
-        "worn": {},
         "stalls": {"h2d": stall},
         "settled": {
             "iterations": "int",

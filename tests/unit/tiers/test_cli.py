@@ -364,24 +364,27 @@ def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct,
 
 
 @pytest.mark.parametrize(
-    ("worn", "said"),
+    ("drives", "processes", "told", "said"),
     [
-        ({"nvme0n1": (50, 84 * TiB)}, "50% of the rated write endurance of nvme0n1 is used, and at this pace"),
-        ({"nvme0n1": (50, 84 * TiB)}, "the rest lasts for 12 hours"),
-        ({"nvme0n1": (1, 84 * TiB), "nvme1n1": (2, 84 * TiB)}, "2% of the rated write endurance of nvme1n1"),
-        ({"nvme0n1": (1, 84 * TiB), "nvme1n1": (2, 84 * TiB)}, "the rest lasts for 49 days"),
-        ({"nvme0n1": (0, GiB)}, "an hour; 0% of the rated write endurance of nvme0n1 is used"),
-        ({"nvme0n1": (120, TiB)}, "the rest lasts for 0 hours"),
+        (1, 1, {"nvme0n1": (50, 84 * TiB)}, "50% of the rated write endurance of nvme0n1 is used, and at this pace"),
+        (1, 1, {"nvme0n1": (50, 84 * TiB)}, "the rest lasts for 12 hours"),
+        (1, 8, {"nvme0n1": (2, 84 * TiB)}, "the rest lasts for 3 days"),  # 24 with one process
+        (2, 1, {"nvme0n1": (1, 84 * TiB), "nvme1n1": (2, 84 * TiB)}, "2% of the rated write endurance of nvme1n1"),
+        (2, 1, {"nvme0n1": (1, 84 * TiB), "nvme1n1": (2, 84 * TiB)}, "the rest lasts for 49 days"),
+        (2, 1, {"nvme1n1": (2, 84 * TiB)}, "the rest lasts for 49 days"),  # the other does not tell
+        (1, 1, {"nvme0n1": (0, GiB)}, "an hour; 0% of the rated write endurance of nvme0n1 is used"),
+        (1, 1, {"nvme0n1": (120, TiB)}, "the rest lasts for 0 hours"),
     ],
 )
-def test_report_tells_for_how_long_drives_are_made_for_that(tmp_path, capsys, worn, said):
+def test_report_tells_for_how_long_drives_are_made_for_that(tmp_path, capsys, drives, processes, told, said):
     moved = {"d2h": 0, "h2d": 0, "disk_write": 20 * GiB, "disk_read": 0}
-    told = {name: {"percent": percent, "written": written} for name, (percent, written) in worn.items()}
-    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"moved": moved, "iterations": 20, "worn": told}))
+    each = {name: {"percent": percent, "written": written, "model": "new"} for name, (percent, written) in told.items()}
+    worn = {"drives": drives, "processes": processes, "told": each}
+    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"moved": moved, "iterations": 20, "worn": worn}))
     assert main(["report", str(tmp_path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert said in out
-    assert ("at this pace" in out) == any(percent for percent, _ in worn.values())  # else nobody can tell
+    assert ("at this pace" in out) == any(percent for percent, _ in told.values())  # else nobody can tell
 
 
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
