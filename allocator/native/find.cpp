@@ -1,6 +1,7 @@
 // Where a request goes: a free block, pages that are mapped for it, or idle ones that are taken from elsewhere.
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "state.h"
 
@@ -123,9 +124,10 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
   Heap *place = *heap_out;
   const Range region = reserved_range(place);
   uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
+  bool sparing = false;  // the place with the fewest pages to map covers idle ones that it would need elsewhere
   for (bool reclaimed = false;; reclaimed = true) {
     Heap::Growth growth;
-    if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
+    if (!place->growth(bytes, region, &growth, sparing)) {  // no addresses but those of the region
       process_events();
       return (*block = place->fit(bytes)) ? Status::Ok : fail(Status::Full, kFull);
     }
@@ -144,6 +146,7 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
     status = reclaim(growth.pages + refused, tier, place, {growth.begin, growth.begin + bytes});
     if (status != Status::Ok && status != Status::Full) return status;
     if (pages[tier].idle() != idle) continue;
+    if (!std::exchange(sparing, true)) continue;
     if (!patient || !wait_for_users(tier)) return fail(Status::Full, kFull);
     patient = false;
     if ((*block = place->fit(bytes))) return Status::Ok;

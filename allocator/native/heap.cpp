@@ -133,8 +133,9 @@ Block *Heap::place(uint64_t address, uint64_t bytes, const std::function<void(ui
   return cut(first, address, bytes);
 }
 
-bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
+bool Heap::growth(uint64_t bytes, Range but, Growth *out, bool sparing) const {
   bool found = false;
+  uint64_t least = 0, idle = sparing ? idle_pages(tier_) : 0;
   for (uint64_t address : void_) {
     auto block = blocks_.find(address), next = std::next(block);
     uint64_t begin = address, end = address + block->second.bytes, limit = end;
@@ -151,7 +152,9 @@ bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
     if (limit - begin < bytes) continue;
     if (address - begin >= bytes) begin = address;  // it would have fit there
     uint64_t need = std::min(up(begin + bytes - address, page_), end - address);
-    if (!found || need < out->pages * page_) *out = {begin, address, need / page_};
+    const uint64_t pages = need / page_;
+    const uint64_t cost = pages + (sparing ? idle - idle_pages(tier_, {begin, begin + bytes}) : 0);
+    if (!found || cost < least) *out = {begin, address, pages}, least = cost;
     found = true;
   }
   if (found || but.end <= base_ || but.end >= base_ + bytes_) return found;
@@ -208,8 +211,8 @@ uint64_t Heap::idle_pages(Tier tier, Range but) const {
 
 Status Heap::unmap_idle(Tier tier, uint64_t count, Range but) {
   std::vector<Range> largest = idle_outside(but);
-  std::sort(largest.begin(), largest.end(),
-            [](const Range &a, const Range &b) { return a.end - a.begin > b.end - b.begin; });
+  std::stable_sort(largest.begin(), largest.end(),
+                   [](const Range &a, const Range &b) { return a.end - a.begin > b.end - b.begin; });
   for (auto [begin, end] : largest) {
     while (end > begin && count) {  // from its end: what is left stays in one piece with its page
       uint64_t pages = 0;

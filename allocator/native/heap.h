@@ -63,12 +63,13 @@ class Heap {
   // The block `[address, address + bytes)`, mapping pages where some are missing, for which `make_room` is called
   // before with their number; null if part of it is taken.
   Block *place(uint64_t address, uint64_t bytes, const std::function<void(uint64_t)> &make_room = {});
-  // Where a block of `bytes` that does not touch `but` could begin, with the fewest pages to map for it; false where
-  // the range is too small.
+  // Where a block of `bytes` that does not touch `but` could begin, with the fewest pages to map for it; with
+  // `sparing`, with the fewest of these and of idle ones, which others cannot have then. False where the range is too
+  // small.
   struct Growth {
     uint64_t begin = 0, address = 0, pages = 0;
   };
-  bool growth(uint64_t bytes, Range but, Growth *out) const;
+  bool growth(uint64_t bytes, Range but, Growth *out, bool sparing = false) const;
   // Map those pages, and cut that block.
   Status grow(const Growth &growth, uint64_t bytes, Block **out);
 

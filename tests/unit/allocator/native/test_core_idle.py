@@ -42,6 +42,17 @@ def test_a_request_that_begins_in_free_memory_takes_from_elsewhere_what_is_missi
     assert (after.maps - before.maps, after.unmaps - before.unmaps, after.waits - before.waits) == (5, 5, 1)
 
 
+def test_a_request_that_fits_in_another_place_alone_is_served_there() -> None:
+    """The place with the fewest pages to map begins in those that are idle: to lie elsewhere it needs the same ones."""
+    core = Core("memfd", hbm=6 * PAGE, dram=0)
+    _, hole, _, last = (core.allocate(nbytes) for nbytes in (5 * PAGE // 8, 11 * PAGE // 4, 5 * PAGE // 8, 2 * PAGE))
+    core.free(hole)
+    core.trim()  # of two pages, with parts of others on either side
+    core.allocate(2 * PAGE, stream=1)
+    core.free(last)
+    core.allocate(11 * PAGE // 4)
+
+
 def half_full(*, dram: int = GiB) -> Core:
     """A core of 200 MiB of HBM, half of which is in use in pieces that no large request fits between."""
     core = Core("memfd", hbm=200 * MiB, dram=dram)
