@@ -17,11 +17,12 @@ from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import where_fullest
 from torch_tiers.migrator.simulator import Simulated, simulate
 from torch_tiers.planning.in_dram import read_in_dram
-from torch_tiers.run_directory import by_iteration, step_seconds
+from torch_tiers.run_directory import ENOUGH, by_iteration, step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left
 LATE = 1.1  # times the predicted iteration: something happens that no plan knows of
 CROWDED = 0.8  # of the budget in use by what is no saved tensor
+UNFORESEEN = 0.02  # of the budget: what moves in an iteration besides what the plan says
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,11 @@ def _hints(
             f"{format_size(others)} of the budget are weights, gradients, optimizer state and the work of a layer: "
             "moving or recomputing activations frees no more than the rest"
         )
+    if unforeseen := _unforeseen(plan, stats):
+        yield (
+            f"{format_size(unforeseen)} an iteration are moved and waited for though the plan does not say so: tensors "
+            "that it drops have sizes for which no recomputation was tried, or the program saves others than it did"
+        )
     if not (result.ideal and result.seconds) or trace.varies:
         return
     predicted = result.seconds + streaming
@@ -209,6 +215,15 @@ def _hints(
         yield f"most of the difference is waiting for {stalled}: more hbm helps, or a faster link (tiers probe)"
     elif plan.recompute:
         yield "most of the difference is recomputing: more hbm helps, or a link that carries more (tiers probe)"
+
+
+def _unforeseen(plan: Plan, stats: dict[str, Any]) -> int:
+    """Bytes that leave HBM in an iteration under the last plan besides what that says; 0 if they are few."""
+    if stats["step_s"].get("settled", {"steps": 0})["steps"] < ENOUGH or not stats.get("settled"):
+        return 0
+    moved = by_iteration(stats)[0]
+    more = int(moved.get("d2h", 0.0) + moved.get("gds_write", 0.0)) - plan.moved_bytes
+    return more if more > UNFORESEEN * stats["budget"]["hbm"] else 0
 
 
 def _ms(seconds: float) -> str:

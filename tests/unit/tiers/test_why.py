@@ -88,6 +88,25 @@ def test_it_says_where_the_budget_goes_that_no_activation_takes() -> None:
     assert "optimizer state" in account(planned(40 * GiB, "keep"), budget=max(MODEL.others)).hints[0]
 
 
+@pytest.mark.parametrize(
+    ("steps", "more", "said"), [(5, GiB, True), (5, 0, False), (5, 100 * MiB, False), (4, GiB, False)]
+)
+def test_it_says_what_moves_though_no_plan_foresees_it(steps: int, more: int, said: bool) -> None:
+    """A mixture of experts moved 1.7 GiB a step, and its plan none: nothing in a report told so."""
+    plan = planned(8 * GiB, "move")
+    moved = {"d2h": steps * (plan.moved_bytes + more), "h2d": 0, "disk_write": 0, "disk_read": 0}
+    stats = {
+        "step_s": {"median": 1.0, "settled": {"median": 1.0, "steps": steps}},
+        "settled": {"iterations": steps, "moved": moved, "stalled_s": {}},
+        "steps": 10,
+        "iterations": 10,
+        "stalls": {},
+        "budget": {"hbm": 8 * GiB},
+    }
+    hints = why(MODEL, plan, PCIE_GEN5, stats).hints
+    assert any(hint.startswith("1.0 GiB an iteration are moved and waited for") for hint in hints) == said
+
+
 def test_where_nothing_is_lost_nothing_is_advised() -> None:
     assert account(planned(40 * GiB), budget=40 * GiB).hints == ()
 
