@@ -64,8 +64,7 @@ class Heap {
   // before with their number; null if part of it is taken.
   Block *place(uint64_t address, uint64_t bytes, const std::function<void(uint64_t)> &make_room = {});
   // Where a block of `bytes` that does not touch `but` could begin, with the fewest pages to map for it; with
-  // `sparing`, with the fewest of these and of idle ones, which others cannot have then. False where the range is too
-  // small.
+  // `sparing`, with the fewest of these and of the idle pages that it would cover. False where the range is too small.
   struct Growth {
     uint64_t begin = 0, address = 0, pages = 0;
   };

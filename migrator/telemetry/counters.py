@@ -34,11 +34,7 @@ class Counters:
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
     blocked: float = 0.0  # seconds for which the host waited so far
-    _learning: tuple[int, int, dict[str, int]] = (
-        0,
-        0,
-        {},
-    )  # iterations and flushes before the last plan, bytes by lane
+    _learning: tuple[int, int, dict[str, int]] = (0, 0, {})  # before the last plan: iterations, flushes, bytes by lane
     _stalled: dict[str, float] = field(default_factory=dict)  # since then, in seconds by cause
 
     def stalled(self, cause: str, seconds: float, times: int = 1, iteration: int | None = None) -> None:

@@ -187,8 +187,8 @@ def _hints(
         )
     if unforeseen := _unforeseen(plan, stats):
         yield (
-            f"{format_size(unforeseen)} an iteration are moved and waited for though the plan does not say so: tensors "
-            "that it drops have sizes for which no recomputation was tried, or the program saves others than it did"
+            f"{format_size(unforeseen)} an iteration are moved besides what the last plan says: that is of another "
+            "kind of step, or another GPU's, or tensors that it drops are of new sizes, and go to dram instead"
         )
     if not (result.ideal and result.seconds) or trace.varies:
         return

@@ -104,7 +104,7 @@ def test_it_says_what_moves_though_no_plan_foresees_it(steps: int, more: int, sa
         "budget": {"hbm": 8 * GiB},
     }
     hints = why(MODEL, plan, PCIE_GEN5, stats).hints
-    assert any(hint.startswith("1.0 GiB an iteration are moved and waited for") for hint in hints) == said
+    assert any(hint.startswith("1.0 GiB an iteration are moved besides") for hint in hints) == said
 
 
 def test_where_nothing_is_lost_nothing_is_advised() -> None:
