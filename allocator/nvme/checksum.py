@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_tiers.allocator.native import off_sequence
 from torch_tiers.allocator.nvme.device import DeviceMemory
 
 try:
@@ -25,6 +24,7 @@ Sum = Callable[[torch.Tensor], int]
 SCRATCH = 3
 """Blocks of a GPU's memory, each as large as the largest that is summed up there: keys, and two to work in."""
 
+_FOLDED = 4096  # words that a GPU leaves for the host to add up
 _LOW = 2**32 - 1
 _ALL = 2**64 - 1
 _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
@@ -61,7 +61,7 @@ def lane_sum(block: torch.Tensor) -> int:
     if block.is_cuda:
         return _adder(block.device)(words)
     keys = torch.from_numpy(_keys(words.numel()).view(np.int64))
-    return int(_lanes(words, keys, torch.empty_like(keys), torch.empty_like(keys)).sum()) & _ALL
+    return int(_folded(_lanes(words, keys, torch.empty_like(keys), torch.empty_like(keys))).sum()) & _ALL
 
 
 def _lanes(words: torch.Tensor, keys: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -73,10 +73,23 @@ def _lanes(words: torch.Tensor, keys: torch.Tensor, low: torch.Tensor, high: tor
     return low.bitwise_and_(_LOW).mul_(high).add_(words)
 
 
+def _folded(lanes: torch.Tensor) -> torch.Tensor:
+    """Few words with the sum of all `lanes`, which are written over.
+
+    PyTorch's own sum takes memory from its allocator, which the program may have filled.
+    """
+    while (count := lanes.numel()) > _FOLDED:
+        half = (count + 1) // 2
+        lanes[: count - half].add_(lanes[half:])
+        lanes = lanes[:half]
+    return lanes
+
+
 class _Adder:
     """Sums up memory of one GPU, one block at a time, on a stream and in memory of its own.
 
-    On the default stream it would wait for the program, and PyTorch's allocator is the program's.
+    On the default stream it would wait for the program. Of PyTorch's allocator it takes nothing: a thread that reads
+    for the program must not fail because the program has filled its GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,17 +98,18 @@ class _Adder:
         self._stream = torch.cuda.Stream(device)
         self._held: list[DeviceMemory] = []
         self._memory: tuple[torch.Tensor, ...] = ()
-        self._total = torch.empty(1, dtype=torch.int64, pin_memory=True)
+        self._sums = torch.empty(_FOLDED, dtype=torch.int64, pin_memory=True)
 
     def __call__(self, words: torch.Tensor) -> int:
         count = words.numel()
-        with self._lock, off_sequence(), torch.cuda.stream(self._stream):
+        with self._lock, torch.cuda.stream(self._stream):
             if not self._memory or self._memory[0].numel() < count:
                 self._grow(count)
             keys, low, high = (part[:count] for part in self._memory)
-            self._total.copy_(_lanes(words, keys, low, high).sum(), non_blocking=True)
+            folded = _folded(_lanes(words, keys, low, high))
+            sums = self._sums[: folded.numel()].copy_(folded, non_blocking=True)
             self._stream.synchronize()
-            return int(self._total) & _ALL
+            return int(sums.sum()) & _ALL
 
     def _grow(self, count: int) -> None:
         held: list[DeviceMemory] = []

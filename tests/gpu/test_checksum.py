@@ -32,3 +32,12 @@ def test_a_bit_that_flips_in_gpu_memory_is_found() -> None:
     block[1234567] ^= 8
     torch.cuda.synchronize()
     assert lane_sum(block) != before
+
+
+@pytest.mark.gpu
+def test_a_sum_takes_no_memory_that_the_program_may_have_filled() -> None:
+    block = torch.randint(256, (4 * MiB,), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    lane_sum(block)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

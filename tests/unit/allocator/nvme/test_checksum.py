@@ -21,6 +21,12 @@ def test_torch_and_numpy_compute_the_same_lane_sum(words: np.ndarray) -> None:
     assert 0 <= found < 2**64
 
 
+@given(st.integers(4 * KiB // 8, 256 * KiB // 8))
+def test_they_do_for_blocks_of_any_length(count: int) -> None:
+    data = np.random.default_rng(count).integers(2**64, size=count, dtype=np.uint64, endpoint=False).view(np.uint8)
+    assert lane_sum(torch.from_numpy(data)) == lane_sum_numpy(data)
+
+
 def test_the_lane_sum_is_its_formula_over_integers() -> None:
     words = [0, 1, 2**32 - 1, 2**63, 2**64 - 1]
     keys = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
