@@ -24,6 +24,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.runtime import optimizer_steps
 from torch_tiers.migrator.runtime.without_modules import WithoutModules
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
@@ -56,6 +57,9 @@ class Listener(Protocol):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
+
+    def run_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """Make a step of an optimizer that updates each parameter by itself; `step` makes a whole one."""
 
     def forked(self) -> None:
         """This is the child of a fork."""
@@ -100,6 +104,7 @@ def install(listener: Listener) -> None:
         _autograd._saved_tensors_hooks_enable = _enable
         _stand_before_calls()
         _stand_before_backwards()
+        optimizer_steps.install(listener.run_step)
         peaks.install()
         process_groups.install()
         _keep_dynamo_out()
@@ -119,6 +124,7 @@ def uninstall() -> None:
     _autograd._saved_tensors_hooks_enable = _plain_enable
     _stand_aside()
     _leave_backwards()
+    optimizer_steps.uninstall()
     peaks.uninstall()
     process_groups.uninstall()
 

@@ -33,6 +33,7 @@ from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
 from torch_tiers.migrator.runtime.share_of_need import settle_budgets
+from torch_tiers.migrator.runtime.staged_steps import StagedSteps
 from torch_tiers.migrator.runtime.state_room import state_rooms
 from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
@@ -67,6 +68,7 @@ class Runtime:
         models = self.models = Models(options.hbm)
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
+        self.run_step = StagedSteps(lambda: self.options, self._devices, self._counters)
         self._optimizers = Optimizers()
         self._allowance = Allowance()
         self._pid = os.getpid()
@@ -97,7 +99,7 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
-        with closing(self._devices):
+        with closing(self._devices), closing(self.run_step):
             self._streaming.close()
 
     def advise(self, advisor: Advisor | None) -> None:
@@ -189,8 +191,7 @@ class Runtime:
         if not saver.resting and self._savers.is_alone and not saver.place.in_backward:
             for mover in saver.movers.armed:
                 mover.pass_by()
-        pages = self.options.pages()
-        if pages is None:
+        if (pages := self.options.pages()) is None:
             return
         if not self._progress.steps:
             pages.begin()

@@ -7,6 +7,7 @@ import torch
 from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.saved.saver import Saver
+from torch_tiers.migrator.state.slices import ABREAST, SLICE
 
 COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most that is common
 
@@ -23,5 +24,8 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
         if device.type == "cuda" and others:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             expected = COPIES * weights.bytes_on(device, weights.plain_tensors(trained))
-            rooms[device.index] = StateRoom(max(0, mover.budget - others), expected)
+            room = max(0, mover.budget - others)
+            if room < expected:  # the rest comes to HBM for its updates, by a buffer
+                room = max(0, room - ABREAST * SLICE)
+            rooms[device.index] = StateRoom(room, expected)
     return rooms

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torch_tiers as tiers
 from tests.programs import deterministic_kernels
 from torch_tiers import assembly
-from torch_tiers.allocator.sizes import MiB
+from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.assembly import Session
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import Plan
@@ -42,7 +42,9 @@ from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.runtime import streamed_weights as of_runtime
+from torch_tiers.migrator.runtime.staged_steps import StagedSteps
 from torch_tiers.migrator.saved import learning_room
+from torch_tiers.migrator.state import kept, slices
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
@@ -199,6 +201,17 @@ def streamed() -> Iterator[None]:
         mock.patch.object(of_runtime, "may_be_streamed", lambda nbytes, *_: nbytes > 0),
         mock.patch.object(of_runtime, "fit", lambda *_: False),
         mock.patch.object(of_runtime, "buffer_bytes", lambda sizes, _: 3 * max(sizes, default=0)),
+    ):
+        yield
+
+
+@contextmanager
+def staged() -> Iterator[None]:
+    """Have all state of optimizers come through a buffer for its updates, as if it lay in DRAM."""
+    with (
+        mock.patch.object(StagedSteps, "in_dram", lambda *_: lambda tensor: tensor.dtype != torch.uint8),
+        mock.patch.object(kept, "LEAST", 64),
+        mock.patch.object(slices, "SLICE", 20 * KiB),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""Parameters, losses and the state of every optimizer are those of the plain program, with its weights streamed."""
+"""Optimizers have the plain program's parameters, losses and state, with all weights streamed and all state staged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_tiers as tiers
 from tests.programs import deterministic_kernels
-from tests.scenarios import batch, bits, main, streamed
+from tests.scenarios import batch, bits, main, staged, streamed
 
 STEPS = 20
 FUSED: dict[str, dict[str, Any]] = {
@@ -96,9 +96,11 @@ class Run:
 
 @contextmanager
 def _with_tiers() -> Iterator[None]:
-    with streamed(), tiers.session(allocator="torch", policy="keep", dram="64MiB") as session:
+    with streamed(), staged(), tiers.session(allocator="torch", policy="keep", dram="64MiB") as session:
         yield
-        assert session.stats()["moved"].get("weights", 0) > 0, "nothing was streamed, so nothing was tested"
+        moved = session.stats()["moved"]
+        assert moved.get("weights", 0) > 0, "nothing was streamed, so nothing was tested"
+        assert moved["state_read"] == moved["state_write"] > 0, "no state was brought to hbm"
 
 
 def _run(
