@@ -33,8 +33,8 @@ from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
 from torch_tiers.migrator.runtime.share_of_need import settle_budgets
-from torch_tiers.migrator.runtime.staged_steps import StagedSteps
 from torch_tiers.migrator.runtime.state_room import state_rooms
+from torch_tiers.migrator.runtime.streamed_state import StreamedState
 from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.mover import Mover
@@ -68,7 +68,7 @@ class Runtime:
         models = self.models = Models(options.hbm)
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
-        self.run_step = StagedSteps(lambda: self.options, self._devices, self._counters)
+        self.run_step = StreamedState(lambda: self.options, self._devices, self._counters)
         self._optimizers = Optimizers()
         self._allowance = Allowance()
         self._pid = os.getpid()
@@ -270,11 +270,10 @@ class Runtime:
                 self._progress.tell_timeline("learned" if recorded else "learns anew", device=str(device))
             if mover.plans.room.pays_back():
                 self._devices.pay_back(device)
-        movers = saver.movers.armed
-        if pages is not None and (new := [mover for mover in movers if mover.plans.take_news()]):
+        if pages is not None and (new := [mover for mover in saver.movers.armed if mover.plans.take_news()]):
             self._tell_pages(pages, saver, new)
         if changed and not self.closed:  # else they are never carried out
-            self._progress.note_plans(movers)
+            self._progress.note_plans(saver.movers.armed)
         if settle_budgets(saver.movers, self._devices, self._streaming, self.options, self._refuse) or changed:
             saver.adopt(action for mover in saver.movers.armed for action in mover.actions())
 
@@ -347,4 +346,5 @@ class Runtime:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        return {**self._progress.numbers(), "streamed_weights": self._streaming.nbytes}
+        streamed = {"streamed_weights": self._streaming.nbytes, "streamed_state": self.run_step.nbytes}
+        return {**self._progress.numbers(), **streamed}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.saved.saver import Saver
-from torch_tiers.migrator.state.slices import ABREAST, SLICE
+from torch_tiers.migrator.state.slices import SLICE, buffer_bytes, cut, may_come
 
 COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most that is common
 
@@ -25,7 +28,14 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             expected = COPIES * weights.bytes_on(device, weights.plain_tensors(trained))
             room = max(0, mover.budget - others)
-            if room < expected:  # the rest comes to HBM for its updates, by a buffer
-                room = max(0, room - ABREAST * SLICE)
+            if room < expected:
+                room = max(0, room - _buffer(trained, mover.budget))
             rooms[device.index] = StateRoom(room, expected)
     return rooms
+
+
+def _buffer(trained: Iterable[Tensor], budget: int) -> int:
+    """Bytes of the buffer by which state that lies in DRAM comes to HBM."""
+    sizes = [COPIES * parameter.nbytes for parameter in weights.plain_tensors(trained)]
+    come = [nbytes for nbytes in sizes if may_come(nbytes, budget)]
+    return buffer_bytes([sum(slice_) for slice_ in cut(come, come, SLICE)])

@@ -1,13 +1,14 @@
-"""What an optimizer keeps for one parameter, as far as it lies in DRAM."""
+"""What an optimizer keeps for each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torch_tiers.allocator.sizes import MiB, round_up
 from torch_tiers.migrator.streams.pieces import SLOT
@@ -28,7 +29,7 @@ class Kept:
     state : dict
         The optimizer's, of the parameter.
     tensors : dict of str to Tensor
-        What of it lies in DRAM, by name.
+        What of it may come to HBM, by name.
     """
 
     group: int
@@ -42,20 +43,37 @@ class Kept:
         return sum(round_up(tensor.untyped_storage().nbytes(), SLOT) for tensor in self.tensors.values())
 
 
-def in_dram(optimizer: torch.optim.Optimizer, lies_in_dram: Callable[[Tensor], bool]) -> Iterator[Kept]:
+def in_dram(optimizer: Optimizer, lies_in_dram: Callable[[Tensor], bool]) -> Iterator[Kept]:
     """Yield what of an optimizer's state lies in DRAM, of parameters that the next step updates."""
+    for kept in _all(optimizer):
+        if tensors := {name: tensor for name, tensor in kept.tensors.items() if lies_in_dram(tensor)}:
+            yield replace(kept, tensors=tensors)
+
+
+def all_but(optimizer: Optimizer, updated: Iterable[Kept]) -> Iterator[Kept]:
+    """Yield the state of all parameters but those of `updated`."""
+    known = {id(kept.parameter) for kept in updated}
+    return (kept for kept in _all(optimizer) if id(kept.parameter) not in known)
+
+
+def by_group(all_kept: Iterable[Kept]) -> dict[int, list[Tensor]]:
+    """The parameters, by the number of their group."""
+    found: dict[int, list[Tensor]] = {}
+    for kept in all_kept:
+        found.setdefault(kept.group, []).append(kept.parameter)
+    return found
+
+
+def _all(optimizer: Optimizer) -> Iterator[Kept]:
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter) if parameter.grad is not None else None
-            if not isinstance(state, dict):
-                continue
-            tensors = {name: value for name, value in state.items() if _has_own_memory(value) and lies_in_dram(value)}
-            if tensors:
-                yield Kept(index, parameter, state, tensors)
+            state = optimizer.state.get(parameter, {})
+            if parameter.grad is not None and isinstance(state, dict):
+                yield Kept(index, parameter, state, {n: value for n, value in state.items() if _has_own_memory(value)})
 
 
 def _has_own_memory(value: object) -> bool:
-    """Whether it is a plain tensor, and its storage holds nothing else."""
+    """Whether it is a plain tensor, not a small one, and its storage holds nothing else."""
     if type(value) is not Tensor or value.layout is not torch.strided:
         return False
     nbytes = value.untyped_storage().nbytes()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from torch_tiers.allocator.sizes import MiB
 
-SLICE = 64 * MiB  # of state: the copies of one take a millisecond, and the calls for one a tenth of that
+SLICE = 64 * MiB  # of state: its copies take a millisecond, and its calls a fraction of that
 ABREAST = 3  # slices: one comes, one is updated, one leaves
 LARGEST = 1 / 16  # of the budget: state of one parameter that is larger is read where it lies
+AT_ONCE = 512 * MiB  # of state that lies in HBM: an optimizer may take as much again while it updates that
 
 _Part = TypeVar("_Part")
-
-
-def buffer_bytes(sizes: Iterable[int], budget: int) -> int:
-    """Bytes of HBM for slices of state whose parts have these sizes; 0 if no part may come."""
-    largest = max((nbytes for nbytes in sizes if may_come(nbytes, budget)), default=0)
-    return max(ABREAST * SLICE, largest) if largest else 0
 
 
 def may_come(nbytes: int, budget: int) -> bool:
@@ -25,15 +20,30 @@ def may_come(nbytes: int, budget: int) -> bool:
     return 0 < nbytes <= max(SLICE, budget * LARGEST)
 
 
-def cut(parts: Sequence[_Part], sizes: Sequence[int]) -> Iterator[list[_Part]]:
-    """Yield slices of at most `SLICE` bytes, in order; a larger part is one alone."""
+def cut(parts: Sequence[_Part], sizes: Sequence[int], most: int) -> Iterator[list[_Part]]:
+    """Yield slices of at most `most` bytes, in order; a larger part is one alone."""
     slice_: list[_Part] = []
     total = 0
     for part, nbytes in zip(parts, sizes, strict=True):
-        if slice_ and total + nbytes > SLICE:
+        if slice_ and total + nbytes > most:
             yield slice_
             slice_, total = [], 0
         slice_.append(part)
         total += nbytes
     if slice_:
         yield slice_
+
+
+def buffer_bytes(slices: Sequence[int]) -> int:
+    """Bytes of HBM for slices of these sizes, at which fewest bytes wait for a copy in the other direction.
+
+    Where the buffer does not hold `ABREAST` slices of a size, one comes when another has left. What the buffer takes is
+    state that does not fit into HBM.
+    """
+    largest = max(slices, default=0)
+    buffers = {largest, *(max(largest, ABREAST * nbytes) for nbytes in slices)}
+    return min(buffers, key=lambda buffer: (buffer + _alone(slices, buffer), buffer))
+
+
+def _alone(slices: Sequence[int], buffer: int) -> int:
+    return sum(nbytes for nbytes in slices if ABREAST * nbytes > buffer)

@@ -40,11 +40,10 @@ from torch_tiers.migrator.planner.build import plan_of
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
-from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.runtime import devices, streamed_state
 from torch_tiers.migrator.runtime import streamed_weights as of_runtime
-from torch_tiers.migrator.runtime.staged_steps import StagedSteps
 from torch_tiers.migrator.saved import learning_room
-from torch_tiers.migrator.state import kept, slices
+from torch_tiers.migrator.state import kept
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
@@ -206,12 +205,14 @@ def streamed() -> Iterator[None]:
 
 
 @contextmanager
-def staged() -> Iterator[None]:
+def state_streamed() -> Iterator[None]:
     """Have all state of optimizers come through a buffer for its updates, as if it lay in DRAM."""
     with (
-        mock.patch.object(StagedSteps, "in_dram", lambda *_: lambda tensor: tensor.dtype != torch.uint8),
+        mock.patch.object(
+            streamed_state.StreamedState, "in_dram", lambda *_: lambda tensor: tensor.dtype != torch.uint8
+        ),
         mock.patch.object(kept, "LEAST", 64),
-        mock.patch.object(slices, "SLICE", 20 * KiB),
+        mock.patch.object(streamed_state, "SLICE", 20 * KiB),
     ):
         yield
 

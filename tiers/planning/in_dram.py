@@ -12,9 +12,11 @@ from torch_tiers.allocator.sizes import format_size
 def read_in_dram(stats: Mapping[str, Any]) -> str:
     """Return what operators read and wrote in host memory in each step, in words; empty if it was next to nothing.
 
-    All times that were recorded have that in them. Weights that are streamed do not count: the time for them is known.
+    All times that were recorded have that in them. Weights that are streamed do not count, nor does state that comes to
+    HBM for its updates: the time for them is known.
     """
-    state, overflow = (stats.get(name, 0) for name in ("state_in_dram", "overflow"))  # earlier versions lack them
+    state = stats.get("state_in_dram", 0) - stats.get("streamed_state", 0)  # of which earlier versions did not tell
+    state, overflow = max(0, state), stats.get("overflow", 0)
     if not (state or overflow) or is_slight(state + overflow, stats["budget"]["hbm"]):
         return ""
     parts = [f"{format_size(state)} of optimizer state"] if state else []

@@ -25,6 +25,7 @@ WAITED_FOR = {
     "disk_write": "writes to a drive, as host memory was full (disk_write)",
     "disk_read": "reads from a drive (disk_read)",
     "weights": "weights that lie in host memory (weights)",
+    "state": "optimizer state that lies in host memory (state)",
     "gds_write": "writes from hbm to a drive (gds_write)",
     "gds_read": "reads from a drive into hbm (gds_read)",
 }

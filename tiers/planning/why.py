@@ -57,8 +57,9 @@ class Why:
         What is done with what was saved.
     result : Simulated
         What that comes to.
-    streaming : float
-        Seconds that compute waited for streamed weights in an iteration, as measured: no plan knows of them.
+    streaming, streaming_state : float
+        Seconds that compute waited in an iteration for streamed weights, and for optimizer state that came to HBM, as
+        measured: no plan knows of them.
     measured : float or None
         Seconds that an iteration took, in the median of the steps under the last plan.
     fullest : str
@@ -74,6 +75,7 @@ class Why:
     actions: tuple[Action, ...]
     result: Simulated
     streaming: float
+    streaming_state: float
     measured: float | None
     fullest: str
     hints: tuple[str, ...]
@@ -82,8 +84,8 @@ class Why:
 
     @property
     def predicted(self) -> float:
-        """Seconds of an iteration: as the plan has it, and what it waited for weights."""
-        return self.result.seconds + self.streaming
+        """Seconds of an iteration: as the plan has it, and what it waited for weights and optimizer state."""
+        return self.result.seconds + self.streaming + self.streaming_state
 
 
 def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
@@ -92,10 +94,11 @@ def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     median = step_seconds(stats)
     measured = None if median is None else median * stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     actions = tuple(_actions(trace, plan))
-    streaming = by_iteration(stats)[1]["weights"] if "weights" in stats.get("stalls", {}) else 0.0
-    hints = tuple(_hints(trace, plan, result, streaming, measured, stats))
+    stalled = by_iteration(stats)[1] if {"weights", "state"} & stats.get("stalls", {}).keys() else {}
+    streaming, streaming_state = (stalled.get(cause, 0.0) for cause in ("weights", "state"))
+    hints = tuple(_hints(trace, plan, result, streaming, streaming_state, measured, stats))
     fullest = where_fullest(trace, result.hbm)
-    return Why(actions, result, streaming, measured, fullest, hints, trace.varies, read_in_dram(stats))
+    return Why(actions, result, streaming, streaming_state, measured, fullest, hints, trace.varies, read_in_dram(stats))
 
 
 def to_json(why: Why) -> dict[str, Any]:
@@ -110,6 +113,7 @@ def to_json(why: Why) -> dict[str, Any]:
         "beside_lanes_s": None if why.varies else result.slowed,
         "host_s": None if why.varies else waiting_for_host(result),
         "streaming_s": None if why.varies else why.streaming,
+        "streaming_state_s": None if why.varies else why.streaming_state,
         "predicted_s": None if why.varies else why.predicted,
         "measured_s": why.measured,
         "fullest": why.fullest,
@@ -139,7 +143,8 @@ def render(why: Why) -> Iterator[RenderableType]:
         parts = {kept: result.ideal, "recomputing": result.recomputing, **stalls}
         late = waiting_for_host(result)
         parts |= {"slower beside busy lanes": result.slowed, "waiting for the host": late}
-        parts |= {"waiting for weights (measured)": why.streaming, "predicted": why.predicted}
+        parts |= {"waiting for weights (measured)": why.streaming}
+        parts |= {"waiting for optimizer state (measured)": why.streaming_state, "predicted": why.predicted}
         if why.measured is not None:
             parts["measured (median)"] = why.measured
         for part, seconds in parts.items():
@@ -175,7 +180,13 @@ def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
 
 
 def _hints(
-    trace: Trace, plan: Plan, result: Simulated, streaming: float, measured: float | None, stats: dict[str, Any]
+    trace: Trace,
+    plan: Plan,
+    result: Simulated,
+    streaming: float,
+    streaming_state: float,
+    measured: float | None,
+    stats: dict[str, Any],
 ) -> Iterator[str]:
     others, budget = max(trace.others, default=0), stats["budget"]["hbm"]
     if lay_there := read_in_dram(stats):
@@ -192,9 +203,10 @@ def _hints(
         )
     if not (result.ideal and result.seconds) or trace.varies:
         return
-    predicted = result.seconds + streaming
-    if streaming > max(result.recomputing, waiting_for_host(result), *result.stalls.values()):
-        yield "most of the difference is waiting for weights that lie in dram: more hbm helps, or a larger batch"
+    predicted = result.seconds + streaming + streaming_state
+    if max(streaming, streaming_state) > max(result.recomputing, waiting_for_host(result), *result.stalls.values()):
+        awaited = "weights" if streaming > streaming_state else "optimizer state"
+        yield f"most of the difference is waiting for {awaited} in dram: more hbm helps, or a larger batch"
     if measured is not None and measured > LATE * predicted:
         yield (
             f"an iteration takes {measured / predicted:.2f} times what was predicted: there were too few steps "

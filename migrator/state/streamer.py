@@ -46,7 +46,7 @@ class _Leaving(NamedTuple):
     gone: Event
 
 
-class Stager:
+class StateStreamer:
     """Brings state of one device. Thread-safe, as lanes are.
 
     Parameters
@@ -127,13 +127,13 @@ def _out_of(place: _Place, buffer: Tensor) -> Piece:
 @contextmanager
 def _in_place_of_state(places: Iterable[_Place], buffer: Tensor) -> Iterator[None]:
     """Let the optimizer have tensors on the buffer for its own; whatever it puts in their place is left there."""
-    staged = [(place, _on(buffer, place)) for place in places]
+    streamed = [(place, _on(buffer, place)) for place in places]
     try:
-        for place, tensor in staged:
+        for place, tensor in streamed:
             place.kept.state[place.name] = tensor
         yield
     finally:
-        for place, tensor in staged:
+        for place, tensor in streamed:
             if place.kept.state.get(place.name) is tensor:
                 place.kept.state[place.name] = place.tensor
 

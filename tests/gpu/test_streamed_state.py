@@ -1,0 +1,74 @@
+"""Optimizers whose state does not fit into the budget: they make the same steps within it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_tiers.allocator.sizes import MiB
+
+ROOT = Path(__file__).parents[2]
+BUDGET = 900 * MiB
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.use_deterministic_algorithms(True)
+name, how = sys.argv[1:]
+with torch.device("cuda"):
+    model = nn.Sequential(*(nn.Linear(1024 + 64 * (i % 2), 1024 + 64 * ((i + 1) % 2)) for i in range(64)))  # 278 MiB
+optimizer = getattr(torch.optim, name)(
+    [{"params": list(model[:20].parameters()), "lr": 1e-3}, {"params": list(model[20:].parameters())}],
+    lr=1e-4, **eval(how),
+)
+inputs = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(i)).cuda() for i in range(4)]
+scaler = torch.amp.GradScaler(init_scale=1024.0)
+for i in range(14):
+    loss = model(inputs[i % 4]).square().mean() * (float("inf") if i == 9 else 1)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    print(loss.item().hex(), norm.item().hex())
+state = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+for tensor in (*model.parameters(), *state):
+    print(tensor.double().sum().item().hex(), tensor.double().square().sum().item().hex())
+"""
+
+
+def run(arguments: tuple[str, str], **environ: str) -> subprocess.CompletedProcess[str]:
+    plain = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TIERS_PLAN_CACHE": "0"}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **plain, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("AdamW", "{}"), ("AdamW", "{'fused': True}"), ("Adam", "{'foreach': False, 'amsgrad': True}")],
+)
+def test_state_that_does_not_fit_is_updated_as_it_would_be(name: str, how: str, tmp_path: Path) -> None:
+    budget = {"TIERS_HBM": str(BUDGET), "TIERS_DRAM": "8GiB", "TIERS_LEDGER": str(tmp_path / "ledger")}
+    done = run((name, how), TIERS_ALLOCATOR="pages", TIERS_RUN=str(tmp_path / "run"), TIERS_LOG="info", **budget)
+    print(done.stderr)
+    assert (done.returncode, done.stdout) == (0, run((name, how)).stdout), done.stderr
+    stats = json.loads((tmp_path / "run" / "stats.json").read_text())
+    assert stats["moved"]["state_read"] == stats["moved"]["state_write"] > 0
+    assert stats["streamed_state"] > 0.9 * stats["state_in_dram"] > 0
+    assert stats["peak"]["hbm"] <= 1.03 * BUDGET

@@ -1,0 +1,82 @@
+"""A step that is made in parts is the same as a whole one, and only where that holds may it be split."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, may_be_split, only
+
+
+def parameters(count: int = 3) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 4)) for _ in range(count)]
+
+
+def with_gradients(all_parameters: list[nn.Parameter], step: int) -> None:
+    torch.manual_seed(step)
+    for parameter in all_parameters:
+        parameter.grad = torch.randn_like(parameter)
+
+
+def numbers(optimizer: optim.Optimizer) -> list[Any]:
+    return [list(optimizer.state_dict()["state"].values()), [group["params"] for group in optimizer.param_groups]]
+
+
+@pytest.mark.parametrize("kind", BY_PARAMETER, ids=lambda kind: kind.__name__)
+def test_a_step_in_parts_is_a_step(kind: type[optim.Optimizer]) -> None:
+    make: Any = kind
+    whole, parts = parameters(), parameters()
+    of_whole, of_parts = make(whole), make([{"params": parts[:1]}, {"params": parts[1:]}])
+    assert may_be_split(of_parts)
+    for step in range(4):
+        with_gradients(whole, step)
+        with_gradients(parts, step)
+        of_whole.step()
+        for chosen in ({0: parts[:1]}, {1: parts[2:]}, {1: parts[1:2]}):
+            with only(of_parts, chosen):
+                of_parts.step()
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)
+        for name, value in of_whole.state[one].items():
+            assert not isinstance(value, Tensor) or torch.equal(value, of_parts.state[other][name]), name
+
+
+def test_groups_are_whole_again_also_after_an_error() -> None:
+    of = parameters()
+    optimizer = optim.SGD([{"params": of[:1], "lr": 0.5}, {"params": of[1:]}], lr=0.1)
+    before = [group["params"] for group in optimizer.param_groups]
+    with pytest.raises(KeyboardInterrupt), only(optimizer, {0: of[:1]}):
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+        raise KeyboardInterrupt
+    assert all(group["params"] is whole for group, whole in zip(optimizer.param_groups, before, strict=True))
+
+
+class _Mine(optim.SGD):
+    """Its update may be of all parameters together."""
+
+
+def test_an_optimizer_of_the_programs_own_is_not_split() -> None:
+    assert not may_be_split(_Mine(parameters(), lr=0.1))
+    assert not may_be_split(optim.LBFGS(parameters()))
+
+
+def test_groups_of_several_devices_or_types_are_not_split() -> None:
+    assert not may_be_split(optim.SGD([nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]))
+
+    class Special(Tensor):
+        pass
+
+    assert not may_be_split(optim.SGD([torch.zeros(1).as_subclass(Special).requires_grad_()]))
+
+
+def test_a_step_through_which_gradients_flow_is_not_split() -> None:
+    assert not may_be_split(optim.Adam(parameters(), differentiable=True))
+
+
+def test_copies_of_an_optimizer_may_be_split_as_it_may() -> None:
+    assert may_be_split(copy.deepcopy(optim.Adam(parameters())))
