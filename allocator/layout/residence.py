@@ -65,6 +65,25 @@ class Residence:
         """Whether a block, or a part of it, lies in DRAM."""
         return self._core.on(address, DRAM) > 0
 
+    def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
+        """The longest run of a block's bytes that lies in HBM: its first byte in the block, and its length.
+
+        In whole pages, unless all of the block lies there.
+        """
+        if not self.in_dram(address):
+            return 0, nbytes
+        page = self._core.page_bytes
+        first, end = round_up(address, page), (address + nbytes) // page * page
+        run = longest = (0, 0)
+        for at in range(first, end, page):
+            follows = run[0] + run[1] == at - address and run[1] > 0
+            if self._core.pages_on(at, page, DRAM):
+                run = (0, 0)
+            else:
+                run = (run[0], run[1] + page) if follows else (at - address, page)
+                longest = max(longest, run, key=lambda one: one[1])
+        return longest
+
     def set_weights(self, weights: Callable[[], Mapping[int, int]]) -> None:
         """From now on these weights may lie in DRAM: `weights` returns bytes by address."""
         self._weights = weights

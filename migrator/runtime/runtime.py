@@ -346,5 +346,4 @@ class Runtime:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        streamed = {"streamed_weights": self._streaming.nbytes, "streamed_state": self.run_step.nbytes}
-        return {**self._progress.numbers(), **streamed}
+        return {**self._progress.numbers(), "streamed_weights": self._streaming.nbytes}

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import may_be_split, only
 from torch_tiers.migrator.runtime.devices import Devices, lanes
 from torch_tiers.migrator.runtime.optimizer_steps import Step
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state.kept import Kept, all_but, by_group, in_dram
-from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, may_come
+from torch_tiers.migrator.state.slices import ABREAST, AT_ONCE, SLICE, buffer_bytes, cut, may_come
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -40,15 +39,15 @@ class StreamedState:
         self._devices = devices
         self._counters = counters
         self._streamers: dict[torch.device, StateStreamer] = {}
-        self._nbytes = WeakIdKeyDictionary()  # that came in the last step, by optimizer, which may compare as it likes
 
     def __call__(self, optimizer: Optimizer, step: Step) -> Any:
         """Make a step of an optimizer: first of what lies in DRAM, then of all else, in slices each."""
-        told = {device: lies for device in tuple(self._devices.opened) if (lies := self.in_dram(device)) is not None}
-        if not told or not may_be_split(optimizer):
+        found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
+        if not found or not may_be_split(optimizer):
             return step()
-        streamed = [kept for device, lies in told.items() for kept in self._stream(optimizer, step, device, lies)]
-        self._nbytes[optimizer] = sum(kept.nbytes for kept in streamed)
+        streamed = [
+            kept for device, residence in found.items() for kept in self._stream(optimizer, step, device, residence)
+        ]
         if not streamed:
             return step()
         others = list(all_but(optimizer, streamed))
@@ -57,32 +56,30 @@ class StreamedState:
                 step()
         return None  # as without a closure
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of state that came to HBM in the last steps of all optimizers."""
-        return sum(self._nbytes.values())
-
-    def in_dram(self, device: torch.device) -> Callable[[Tensor], bool] | None:
-        """What tells whether a tensor of a device lies in DRAM, or a part of it; None if no state does."""
+    def residence(self, device: torch.device) -> Residence | None:
+        """Where state of a device lies, if any lies in DRAM."""
         pages = self._options().pages()
-        residence = None if pages is None or not pages.state_in_dram else pages.residence(device)
-        return None if residence is None else lambda tensor: residence.in_dram(tensor.data_ptr())
+        return None if pages is None or not pages.state_in_dram else pages.residence(device)
 
-    def _stream(
-        self, optimizer: Optimizer, step: Step, device: torch.device, lies_in_dram: Callable[[Tensor], bool]
-    ) -> list[Kept]:
+    def _stream(self, optimizer: Optimizer, step: Step, device: torch.device, residence: Residence) -> list[Kept]:
         """Update what lies in a device's DRAM, and return it."""
         shared = self._devices.opened[device]
         if shared.compute.capturing():
             return []
-        found = in_dram(optimizer, lambda tensor: tensor.device == device and lies_in_dram(tensor))
-        kept = [each for each in found if may_come(each.nbytes, shared.budget)]
+        there = in_dram(optimizer, lambda tensor: tensor.device == device and residence.in_dram(tensor.data_ptr()))
+        kept = [each for each in there if may_come(each.nbytes, shared.budget)]
         if not kept:
             return []
         slices = list(cut(kept, [each.nbytes for each in kept], SLICE))
-        buffer = shared.compute.empty(buffer_bytes([sum(each.nbytes for each in slice_) for slice_ in slices]))
-        if lies_in_dram(buffer):  # HBM is full: to copy from DRAM to DRAM is of no use
+        whole = shared.compute.empty(buffer_bytes([sum(each.nbytes for each in slice_) for slice_ in slices]))
+        # To copy from DRAM to DRAM is of no use: where HBM was full, what it has of the buffer has to do.
+        first, nbytes = residence.longest_in_hbm(whole.data_ptr(), whole.numel())
+        if nbytes < whole.numel():
+            kept = [each for each in kept if each.nbytes <= nbytes]
+            slices = list(cut(kept, [each.nbytes for each in kept], nbytes // ABREAST))
+        if not kept:
             return []
+        buffer = whole[first : first + nbytes]
 
         def update(slice_: Sequence[Kept]) -> None:
             with only(optimizer, by_group(slice_)):

@@ -204,13 +204,21 @@ def streamed() -> Iterator[None]:
         yield
 
 
+class _StateInDram:
+    """Where all state seems to lie in DRAM, and all buffers in HBM."""
+
+    def in_dram(self, address: int) -> bool:
+        return True
+
+    def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
+        return 0, nbytes
+
+
 @contextmanager
 def state_streamed() -> Iterator[None]:
     """Have all state of optimizers come through a buffer for its updates, as if it lay in DRAM."""
     with (
-        mock.patch.object(
-            streamed_state.StreamedState, "in_dram", lambda *_: lambda tensor: tensor.dtype != torch.uint8
-        ),
+        mock.patch.object(streamed_state.StreamedState, "residence", lambda *_: _StateInDram()),
         mock.patch.object(kept, "LEAST", 64),
         mock.patch.object(streamed_state, "SLICE", 20 * KiB),
     ):

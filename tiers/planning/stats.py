@@ -43,7 +43,6 @@ def stats_from_json(content: str) -> dict[str, Any]:
         "bounced",
         "demoted",
         "state_in_dram",
-        "streamed_state",
         "overflow",
     ):  # of which earlier versions did not tell
         if name in stats:

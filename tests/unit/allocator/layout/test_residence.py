@@ -38,6 +38,19 @@ def test_weights_are_placed_where_they_are_said_to_lie(residence: Residence, cor
     assert [residence.in_dram(weight) for weight in weights] == [False, True, True, False]
 
 
+def test_of_a_block_that_lies_on_both_tiers_it_is_known_what_hbm_has(residence: Residence, core: Core) -> None:
+    core.limit(HBM, core.counts().hbm + 48 * MiB)
+    block = core.allocate(64 * MiB)
+    in_hbm = core.on(block, HBM)
+    assert 0 < in_hbm < 64 * MiB, "it does not lie on both"
+    first, nbytes = residence.longest_in_hbm(block, 64 * MiB)
+    assert nbytes == in_hbm and core.pages_on(block + first, nbytes, DRAM) == 0
+    other = core.allocate(4 * MiB)
+    assert residence.longest_in_hbm(other, 4 * MiB) == (0, 0)
+    core.free(block)
+    assert residence.longest_in_hbm(core.allocate(4 * MiB), 4 * MiB) == (0, 4 * MiB)
+
+
 def test_weights_in_dram_are_not_taken_for_what_hbm_has_no_room_for(
     pages: OnOneCore, residence: Residence, weights: list[int], core: Core
 ) -> None:
