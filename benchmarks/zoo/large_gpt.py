@@ -13,7 +13,7 @@ from benchmarks.zoo.program import Program, seeded
 OWN = False
 
 
-def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
+def make(size: str, device: torch.device | str, checkpoint: bool = False, *, fused: bool | None = True) -> Program:
     device = torch.device(device)
     layers, width, heads, length, vocabulary, batch = (
         (24, 2048, 16, 1024, 32000, 8) if size == "full" else (2, 32, 2, 16, 100, 2)
@@ -21,7 +21,7 @@ def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Pro
     generator = seeded(device)
     with device:
         model = GPT(layers, width, heads, length, vocabulary, checkpoint=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
     def step() -> Tensor:
         tokens = torch.randint(vocabulary, (batch, length + 1), device=device, generator=generator)

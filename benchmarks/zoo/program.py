@@ -25,6 +25,7 @@ PROGRAMS = (
     "moe",
     "bert",
     "large_gpt",
+    "large_adamw",
     "unet",
     "resnet50",
     "vit",

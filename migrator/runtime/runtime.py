@@ -221,13 +221,12 @@ class Runtime:
 
     def _look_at(self, model: nn.Module) -> bool:
         """Check whether the budget holds the weights of all models so far; whether some are streamed."""
-        if not self._streaming.see(model):
-            return self._streaming.active
-        self._recount_static()
-        try:
-            self.models.check(self._streaming.hbm_saved)
-        except BudgetTooSmall as error:
-            self._refuse(error)
+        if self._streaming.see(model):
+            self._recount_static()
+            try:
+                self.models.check(self._streaming.hbm_saved)
+            except BudgetTooSmall as error:
+                self._refuse(error)
         return self._streaming.active
 
     def _refuse(self, error: TiersError) -> NoReturn:
@@ -316,8 +315,9 @@ class Runtime:
                 self._progress.count_iteration()
                 self._advice.iteration_passed()
                 if self._savers.is_alone:  # others ask for themselves what has flushed
-                    for mover in saver.movers.armed:
-                        mover.engine.compute.pressed()  # which counts it
+                    for compute in (mover.engine.compute for mover in saver.movers.armed):
+                        compute.pressed()  # which counts it
+                        compute.count_waits()
         elif saver is not None:
             self._stepped(saver, leads=leads)
         if self._optimizers.ending and (pages := self.options.pages()) is not None:

@@ -142,6 +142,11 @@ class CudaCompute:
             return None
         return self._timer.iteration_over(lambda: self.mark(self.stream()))
 
+    def count_waits(self) -> None:
+        self._timer.stand_for = 1
+        if self._timer.has_waits:
+            self.settle()
+
     def idle(self) -> bool:
         return self._timer.idle()
 

@@ -98,6 +98,9 @@ class HostCompute:
         if (timeline := self._counters.timeline) is not None:
             timeline.iteration(str(self.device), self._counters.iterations, time.perf_counter())
 
+    def count_waits(self) -> None:
+        """They were counted when they happened."""
+
     def when(self, event: Event, recorded: float) -> float:
         return 0.0  # what lanes tell here are times of that clock
 

@@ -64,6 +64,11 @@ class IterationTimer:
         if len(self._waits) < MOST_WAITS:
             self._waits.append((cause, gap))
 
+    @property
+    def has_waits(self) -> bool:
+        """Whether there were any in the iteration under way."""
+        return bool(self._waits)
+
     def when(self, event: TimedEvent, recorded: float) -> float:
         """See `migrator.streams.Compute.when`."""
         return self._clock.place(event, recorded)

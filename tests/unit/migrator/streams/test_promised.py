@@ -19,7 +19,8 @@ LATE = 0.05  # seconds
 @pytest.fixture
 def compute() -> Any:
     compute: Any = CudaCompute.__new__(CudaCompute)  # without a device
-    compute._timer, compute.waited = IterationTimer("cuda:0", Counters()), None
+    compute._counters = Counters()
+    compute._timer, compute.waited = IterationTimer("cuda:0", compute._counters), None
     compute.capturing, compute.stream = (lambda: False), (lambda: 1)
     compute.held = []
     compute.mark, compute.hold = (lambda stream: Mark()), (lambda stream, event: compute.held.append(event))
@@ -56,3 +57,15 @@ def test_where_waits_are_not_timed_the_stream_waits_all_the_same(compute: Any) -
     compute.wait(promised(event), "gds_read", 1)
     compute.wait(promised(None), "gds_read", 1)  # there was nothing to copy
     assert compute.held == [event]
+
+
+def test_while_hooks_rest_waits_count_once_each_and_for_no_other_iteration(compute: Any) -> None:
+    compute.time_waits(0)  # as it was when they began to rest
+    for _ in range(3):
+        compute.wait(promised(Mark()), "state", 1)
+        compute.count_waits()
+    compute.count_waits()  # of an iteration without any
+    compute.close()
+    stall = compute._counters.stalls["state"]
+    assert stall.count == 2, "all but those of the first, which nobody had timed"
+    assert stall.seconds == pytest.approx(2 * LATE, rel=0.9)
