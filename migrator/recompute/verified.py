@@ -24,6 +24,10 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """cuBLAS chooses their kernel, too, but promises the same bits at every run of one shape where each stream has its own
 workspace, which PyTorch gives it (cuBLAS manual, "Results Reproducibility"). On a CPU nobody promises that."""
 
+ATTENTIONS = frozenset(f"_scaled_dot_product_{by}_attention" for by in ("flash", "efficient", "cudnn"))
+"""Their forwards add in no random order, as backwards may: FlashAttention's is deterministic by its manual, and cuDNN's
+names exceptions for backwards alone. `tests/gpu/test_repeated_bits.py` tries all three."""
+
 ATOMIC = re.compile(
     "index_(add|copy|put|reduce)|scatter|^put|max_unpool|cumsum|histc|bincount|kthvalue|median|embedding_bag|nll_loss2d"
 )
@@ -116,9 +120,9 @@ def add(to: dict[str, Verified], new: Mapping[str, Verified]) -> None:
 def are_alike_for_all_shapes(operators: Iterable[str], *, on_gpu: bool) -> bool:
     """Return whether operators that repeat their bits for some shapes do for others.
 
-    See `CHOSEN`, `PRODUCTS` and `ATOMIC`.
+    See `CHOSEN`, `PRODUCTS`, `ATTENTIONS` and `ATOMIC`.
     """
-    others = (name for name in operators if not (on_gpu and name in PRODUCTS))
+    others = (name for name in operators if not (on_gpu and name in PRODUCTS | ATTENTIONS))
     return not any(CHOSEN.search(name) or ATOMIC.search(name) for name in others)
 
 

@@ -47,13 +47,15 @@ def test_what_a_library_chooses_a_kernel_for_is_tried_for_each_shape(operator: s
     assert not finds(["add", operator, "gelu"], 9)
 
 
-@pytest.mark.parametrize("product", ["mm", "addmm", "bmm", "baddbmm"])
-def test_a_matrix_product_is_trusted_where_the_library_promises_the_same_bits(product: str) -> None:
-    assert are_alike_for_all_shapes(["add", product, "gelu"], on_gpu=True)
-    assert not are_alike_for_all_shapes(["add", product, "gelu"], on_gpu=False)
+@pytest.mark.parametrize(
+    "operator", ["mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{by}_attention" for by in ("flash", "cudnn"))]
+)
+def test_products_and_attention_are_trusted_where_the_library_promises_the_same_bits(operator: str) -> None:
+    assert are_alike_for_all_shapes(["add", operator, "gelu"], on_gpu=True)
+    assert not are_alike_for_all_shapes(["add", operator, "gelu"], on_gpu=False)
 
 
-@pytest.mark.parametrize("operator", ["convolution", "_scaled_mm", "addmv", "_scaled_dot_product_flash_attention"])
+@pytest.mark.parametrize("operator", ["convolution", "_scaled_mm", "addmv", "_flash_attention_backward", "_cudnn_rnn"])
 def test_for_no_other_operator_of_a_library_is_it_taken_for_granted(operator: str) -> None:
     assert not are_alike_for_all_shapes(["mm", operator], on_gpu=True)
 
