@@ -214,6 +214,11 @@ class PageAllocator:
         return sum(periods.residence.state for periods in self._known.values())
 
     @property
+    def state_in_place(self) -> int:
+        """Bytes of that which optimizers read and write there, on all GPUs: all but what is streamed."""
+        return sum(periods.residence.in_place for periods in self._known.values())
+
+    @property
     def lasting_overflow(self) -> int:
         """Bytes for which there was no room in HBM in several periods in a row, the last one included, on all GPUs."""
         residences = [periods.residence for periods in self._known.values()]
@@ -222,7 +227,7 @@ class PageAllocator:
     @property
     def reads_dram(self) -> bool:
         """Whether operators read more in DRAM in each step than next to nothing, besides weights that are streamed."""
-        nbytes = self.state_in_dram + self.lasting_overflow
+        nbytes = self.state_in_place + self.lasting_overflow
         budgets = (periods.core.counts().hbm_limit for periods in self._known.values())
         return nbytes > 0 and not is_slight(nbytes, sum(budgets))
 

@@ -326,6 +326,7 @@ class Session:
             "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,
             "state_in_dram": state,
+            "state_in_place": 0 if pages is None else pages.state_in_place,
             "overflow": 0 if pages is None else pages.lasting_overflow,
             "pages": paging.account(paged) if paged else None,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,

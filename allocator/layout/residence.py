@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 
 from torch_tiers.allocator.host.claims import DramClaims
 from torch_tiers.allocator.layout.demotion import Resident, demote_or_promote
@@ -34,13 +35,16 @@ class Residence:
     overflow : int
         The most bytes for which the last period had no room in HBM, wherever they came to lie.
     spilled : bool
-        Whether there was more in DRAM than weights: kernels read that over the link that the migrator uses.
+        Whether kernels read more in DRAM than weights, over the link that the migrator uses.
     state : int
         Bytes of optimizer state, in whole pages, that lay in DRAM when the last period ended.
+    in_place : int
+        Bytes of that which optimizers read and write there, over the link: all but what is streamed.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
-        self.overflow = self.state = 0
+        self.overflow = self.state = self.in_place = 0
+        self._streamed = self._last_streamed = 0  # bytes: in the present period, and in the last that streamed any
         self._weights: Callable[[], Mapping[int, int]] = dict
         self._device = device
         self._core = core
@@ -73,16 +77,14 @@ class Residence:
         if not self.in_dram(address):
             return 0, nbytes
         page = self._core.page_bytes
-        first, end = round_up(address, page), (address + nbytes) // page * page
-        run = longest = (0, 0)
-        for at in range(first, end, page):
-            follows = run[0] + run[1] == at - address and run[1] > 0
-            if self._core.pages_on(at, page, DRAM):
-                run = (0, 0)
-            else:
-                run = (run[0], run[1] + page) if follows else (at - address, page)
-                longest = max(longest, run, key=lambda one: one[1])
-        return longest
+        pages = range(round_up(address, page), (address + nbytes) // page * page, page)
+        runs = groupby(pages, key=lambda at: self._core.pages_on(at, page, DRAM) == 0)
+        longest = max((list(run) for in_hbm, run in runs if in_hbm), key=len, default=[])
+        return (longest[0] - address, page * len(longest)) if longest else (0, 0)
+
+    def note_streamed(self, nbytes: int) -> None:
+        """Take note that so many bytes of state in DRAM came to HBM for their updates, in the period."""
+        self._streamed += nbytes
 
     def set_weights(self, weights: Callable[[], Mapping[int, int]]) -> None:
         """From now on these weights may lie in DRAM: `weights` returns bytes by address."""
@@ -111,7 +113,10 @@ class Residence:
         """
         glance = self._core.glance()
         self.overflow, self.state = spilled, int(glance.dram_state)
-        self.spilled = (spilled > 0 and glance.dram > 0) or self.state > 0
+        if self._streamed:  # else there may have been no step, as a scaler refuses some
+            self._last_streamed, self._streamed = self._streamed, 0
+        self.in_place = max(0, self.state - self._last_streamed)
+        self.spilled = (spilled > 0 and glance.dram > 0) or self.in_place > 0
         self._periods = self._periods + 1 if glance.dram else 0
         self._overflows = self._overflows + 1 if spilled else 0
         if not alone:

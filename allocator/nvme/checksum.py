@@ -116,15 +116,15 @@ class _Adder:
         try:
             while len(held) < SCRATCH:
                 held.append(DeviceMemory(self._device, 8 * count))
+            held[0].tensor.view(torch.int64).copy_(torch.from_numpy(_keys(count).view(np.int64)))
         except BaseException:
             for memory in held:
                 memory.free()
             raise
-        for memory in self._held:  # nothing is at work on it: each sum is waited for
+        before, self._held = self._held, held
+        for memory in before:  # nothing is at work on it: each sum is waited for
             memory.free()
-        self._held = held
         self._memory = tuple(memory.tensor.view(torch.int64) for memory in held)
-        self._memory[0].copy_(torch.from_numpy(_keys(count).view(np.int64)))
 
 
 @cache

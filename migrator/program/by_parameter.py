@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn, optim
 
 BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
@@ -20,12 +21,14 @@ BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
 def may_be_split(optimizer: optim.Optimizer) -> bool:
     """Whether a step may be made in parts.
 
-    Optimizers choose their kernels by the types and devices of a group's parameters. So all of a group are alike.
+    Optimizers choose their kernels by the types and devices of a group's parameters, and by whether a gradient of it is
+    sparse. A part of a mixed group could get other kernels than the whole, so it is not split.
     """
     return type(optimizer) in BY_PARAMETER and all(
         not group.get("differentiable")
         and len({parameter.device for parameter in group["params"]}) <= 1
         and all(type(parameter) in (Tensor, nn.Parameter) for parameter in group["params"])
+        and all(p.grad is None or p.grad.layout is torch.strided for p in group["params"])
         for group in optimizer.param_groups
     )
 

@@ -25,8 +25,8 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 workspace, which PyTorch gives it (cuBLAS manual, "Results Reproducibility"). On a CPU nobody promises that."""
 
 ATTENTIONS = frozenset(f"_scaled_dot_product_{by}_attention" for by in ("flash", "efficient", "cudnn"))
-"""Their forwards add in no random order, as backwards may: FlashAttention's is deterministic by its manual, and cuDNN's
-names exceptions for backwards alone. `tests/gpu/test_repeated_bits.py` tries all three."""
+"""FlashAttention documents a deterministic forward. Among cuDNN's exceptions are backwards alone. Of the efficient
+kernel nobody says so. `tests/gpu/test_repeated_bits.py` tries all three."""
 
 ATOMIC = re.compile(
     "index_(add|copy|put|reduce)|scatter|^put|max_unpool|cumsum|histc|bincount|kthvalue|median|embedding_bag|nll_loss2d"
@@ -108,7 +108,7 @@ class Verified(NamedTuple):
         if layout(base) != self.layout or not are_alike_for_all_shapes(replay.operators, on_gpu=base.is_cuda):
             return None
         alike = [took for held, took in self.held.items() if operators_of(held) == operators_of(name)]
-        return max(alike) if len(alike) >= SHAPES else None
+        return Took(*map(max, zip(*alike, strict=True))) if len(alike) >= SHAPES else None
 
 
 def add(to: dict[str, Verified], new: Mapping[str, Verified]) -> None:

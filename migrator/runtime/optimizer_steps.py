@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from torch_tiers.migrator.program.by_parameter import BY_PARAMETER
 Step: TypeAlias = Callable[[], Any]
 
 _run: Callable[[Optimizer, Step], Any] | None = None
+_thread = threading.local()  # `within`: whether it makes a step of ours
 _plain: dict[Any, Any] = {}  # by the functions of ours that stand before them
 
 
@@ -41,16 +43,21 @@ def uninstall() -> None:
 
 
 def _with_steps() -> list[Any]:
-    """Those that have a step of their own. PyTorch also gives them one, with hooks, once one of them is made."""
+    """Those that have a step of their own. PyTorch gives a class one, with hooks, when its first instance is made."""
     return [kind for kind in BY_PARAMETER if "step" in vars(kind)]
 
 
 def _before(plain: Any) -> Any:
     @wraps(plain)
     def step(self: Optimizer, closure: Any = None) -> Any:
-        if is_compiling() or closure is not None or _run is None:
+        # Somebody may have put a function over ours that calls it, and a later session has put ours over that.
+        if is_compiling() or closure is not None or _run is None or getattr(_thread, "within", False):
             return plain(self, closure)
-        return _run(self, partial(plain, self))
+        _thread.within = True
+        try:
+            return _run(self, partial(plain, self))
+        finally:
+            _thread.within = False
 
     return step
 

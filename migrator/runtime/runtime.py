@@ -317,7 +317,7 @@ class Runtime:
                 if self._savers.is_alone:  # others ask for themselves what has flushed
                     for compute in (mover.engine.compute for mover in saver.movers.armed):
                         compute.pressed()  # which counts it
-                        compute.count_waits()
+                        compute.end_resting_iteration()
         elif saver is not None:
             self._stepped(saver, leads=leads)
         if self._optimizers.ending and (pages := self.options.pages()) is not None:

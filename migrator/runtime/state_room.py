@@ -1,4 +1,4 @@
-"""How much HBM the state of an optimizer may take, which makes its first step."""
+"""How much HBM an optimizer's state may take, found when it makes its first step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.program import weights
+from torch_tiers.migrator.program.by_parameter import may_be_split
 from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.state.slices import SLICE, buffer_bytes, cut, may_come
 
@@ -18,7 +19,7 @@ COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most 
 def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[int, StateRoom]:
     """Return the room of each GPU by its number, if this thread's iteration there is recorded.
 
-    What else was in use in the forward and backward that are over stays in HBM, but for what was saved: that can move.
+    All that the last forward and backward used stays in HBM, except saved tensors, which can move.
     """
     rooms = {}
     for mover in saver.movers.armed if saver is not None else ():
@@ -28,8 +29,8 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             expected = COPIES * weights.bytes_on(device, weights.plain_tensors(trained))
             room = max(0, mover.budget - others)
-            if room < expected:
-                room = max(0, room - _buffer(trained, mover.budget))
+            if room < expected and may_be_split(optimizer):
+                room = max(0, room - _buffer((p for p in trained if p.device == device), mover.budget))
             rooms[device.index] = StateRoom(room, expected)
     return rooms
 

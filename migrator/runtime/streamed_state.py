@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import may_be_split, only
-from torch_tiers.migrator.runtime.devices import Devices, lanes
+from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.optimizer_steps import Step
 from torch_tiers.migrator.runtime.options import Options
-from torch_tiers.migrator.state.kept import Kept, all_but, by_group, in_dram
+from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, by_group, those_in_dram
 from torch_tiers.migrator.state.slices import ABREAST, AT_ONCE, SLICE, buffer_bytes, cut, may_come
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
 
-LANES = "state_read", "state_write"
+STATE_LANES = "state_read", "state_write"
 
 
 class StreamedState:
@@ -31,7 +33,7 @@ class StreamedState:
     devices : Devices
         Where a device's streams come from.
     counters : Counters
-        Of the runtime: what is copied counts as of `LANES`.
+        Of the runtime: what is copied counts as of `STATE_LANES`.
     """
 
     def __init__(self, options: Callable[[], Options], devices: Devices, counters: Counters) -> None:
@@ -39,19 +41,18 @@ class StreamedState:
         self._devices = devices
         self._counters = counters
         self._streamers: dict[torch.device, StateStreamer] = {}
+        self._opening = threading.Lock()
 
     def __call__(self, optimizer: Optimizer, step: Step) -> Any:
         """Make a step of an optimizer: first of what lies in DRAM, then of all else, in slices each."""
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
         if not found or not may_be_split(optimizer):
             return step()
-        streamed = [
-            kept for device, residence in found.items() for kept in self._stream(optimizer, step, device, residence)
-        ]
+        streamed = [each for device, there in found.items() for each in self._stream(optimizer, step, device, there)]
         if not streamed:
             return step()
         others = list(all_but(optimizer, streamed))
-        for slice_ in cut(others, [kept.nbytes for kept in others], AT_ONCE):
+        for slice_ in cut(others, [each.nbytes for each in others], AT_ONCE):
             with only(optimizer, by_group(slice_)):
                 step()
         return None  # as without a closure
@@ -61,48 +62,57 @@ class StreamedState:
         pages = self._options().pages()
         return None if pages is None or not pages.state_in_dram else pages.residence(device)
 
-    def _stream(self, optimizer: Optimizer, step: Step, device: torch.device, residence: Residence) -> list[Kept]:
+    def _stream(
+        self, optimizer: Optimizer, step: Step, device: torch.device, residence: Residence
+    ) -> list[ParameterState]:
         """Update what lies in a device's DRAM, and return it."""
         shared = self._devices.opened[device]
-        if shared.compute.capturing():
-            return []
-        there = in_dram(optimizer, lambda tensor: tensor.device == device and residence.in_dram(tensor.data_ptr()))
-        kept = [each for each in there if may_come(each.nbytes, shared.budget)]
-        if not kept:
-            return []
-        slices = list(cut(kept, [each.nbytes for each in kept], SLICE))
-        whole = shared.compute.empty(buffer_bytes([sum(each.nbytes for each in slice_) for slice_ in slices]))
-        # To copy from DRAM to DRAM is of no use: where HBM was full, what it has of the buffer has to do.
-        first, nbytes = residence.longest_in_hbm(whole.data_ptr(), whole.numel())
-        if nbytes < whole.numel():
-            kept = [each for each in kept if each.nbytes <= nbytes]
-            slices = list(cut(kept, [each.nbytes for each in kept], nbytes // ABREAST))
-        if not kept:
-            return []
-        buffer = whole[first : first + nbytes]
 
-        def update(slice_: Sequence[Kept]) -> None:
+        def lies_in_dram(tensor: Tensor) -> bool:
+            return tensor.device == device and residence.in_dram(tensor.data_ptr())
+
+        states = [each for each in those_in_dram(optimizer, lies_in_dram) if may_come(each.nbytes, shared.room)]
+        if not states or shared.compute.capturing():
+            return []
+        buffer, most = _buffer(states, shared, residence)
+        states = [each for each in states if each.nbytes <= buffer.numel()]
+
+        def update(slice_: Sequence[ParameterState]) -> None:
             with only(optimizer, by_group(slice_)):
                 step()
 
         streamer = self._streamer(device)
         try:
-            streamer.run(slices, buffer, update)
+            streamer.run(cut(states, [each.nbytes for each in states], most), buffer, update)
         except BaseException:
-            del self._streamers[device]
             streamer.close()  # before the buffer's memory is anybody else's
+            self._streamers.pop(device, None)
             raise
-        return kept
+        residence.note_streamed(sum(each.nbytes for each in states))
+        return states
 
     def _streamer(self, device: torch.device) -> StateStreamer:
-        if device not in self._streamers:
-            for name in LANES:
-                self._counters.moved.setdefault(name, 0)
-            read, write = lanes(device, LANES, self._counters)
-            self._streamers[device] = StateStreamer(self._devices.opened[device].compute, read, write)
-        return self._streamers[device]
+        with self._opening:
+            if device not in self._streamers:
+                for name in STATE_LANES:
+                    self._counters.moved.setdefault(name, 0)
+                read, write = lanes(device, STATE_LANES, self._counters)
+                self._streamers[device] = StateStreamer(self._devices.opened[device].compute, read, write)
+            return self._streamers[device]
 
     def close(self) -> None:
         """Wait for copies that are under way."""
         while self._streamers:
             self._streamers.popitem()[1].close()
+
+
+def _buffer(states: Sequence[ParameterState], shared: Device, residence: Residence) -> tuple[Tensor, int]:
+    """A buffer in HBM for slices of these, and the most bytes that a slice is to have; empty if HBM is full."""
+    slices = [sum(each.nbytes for each in slice_) for slice_ in cut(states, [each.nbytes for each in states], SLICE)]
+    try:
+        whole = shared.compute.empty(buffer_bytes(slices))
+    except torch.OutOfMemoryError:  # in DRAM, too: the optimizer can do without
+        return shared.compute.empty(0), 0
+    # To copy from DRAM to DRAM is of no use: what of it came to lie in HBM has to do.
+    first, nbytes = residence.longest_in_hbm(whole.data_ptr(), whole.numel())
+    return whole[first : first + nbytes], SLICE if nbytes == whole.numel() else nbytes // ABREAST

@@ -10,7 +10,7 @@ from torch_tiers.allocator.sizes import MiB
 SLICE = 64 * MiB  # of state: its copies take a millisecond, and its calls a fraction of that
 ABREAST = 3  # slices: one comes, one is updated, one leaves
 LARGEST = 1 / 16  # of the budget: state of one parameter that is larger is read where it lies
-AT_ONCE = 512 * MiB  # of state that lies in HBM: an optimizer may take as much again while it updates that
+AT_ONCE = 512 * MiB  # of state that does not come: an optimizer may take as much again while it updates that
 
 _Part = TypeVar("_Part")
 
@@ -35,10 +35,10 @@ def cut(parts: Sequence[_Part], sizes: Sequence[int], most: int) -> Iterator[lis
 
 
 def buffer_bytes(slices: Sequence[int]) -> int:
-    """Bytes of HBM for slices of these sizes, at which fewest bytes wait for a copy in the other direction.
+    """Return the cheapest size of a buffer for slices of these sizes, in bytes.
 
-    Where the buffer does not hold `ABREAST` slices of a size, one comes when another has left. What the buffer takes is
-    state that does not fit into HBM.
+    Each byte of the buffer takes the place of a byte of state in HBM. A slice of which the buffer does not hold
+    `ABREAST` comes when another has left, not meanwhile. The sum of both counts of bytes is least.
     """
     largest = max(slices, default=0)
     buffers = {largest, *(max(largest, ABREAST * nbytes) for nbytes in slices)}

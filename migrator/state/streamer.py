@@ -1,7 +1,7 @@
-"""Has an optimizer update state in HBM that lies in DRAM: it comes before its slice's update, and leaves after it.
+"""Copies optimizer state from DRAM to a buffer in HBM, slice by slice. The optimizer updates each slice there.
 
-An update on the GPU could read DRAM itself, at nine tenths of the speed of copies, if it reads each byte once. But most
-optimizers are a sequence of operators, each of which reads and writes all of the state.
+The slice is then copied back. An optimizer could read and write DRAM itself, at nine tenths of the speed of copies, if
+it reads each byte once. But most optimizers are a sequence of operators, each of which reads or writes all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_tiers.allocator.extents import Extent, ExtentMap
-from torch_tiers.migrator.state.kept import Kept
+from torch_tiers.migrator.state.parameter_state import ParameterState
 from torch_tiers.migrator.streams import Compute, Event, Lane
 from torch_tiers.migrator.streams.pieces import SLOT, Piece
 
@@ -23,23 +23,24 @@ STALL = "state"
 
 
 class _Place(NamedTuple):
-    """A tensor's place in the buffer."""
+    """A tensor's place in the buffer, which begins at byte `at` of its storage."""
 
-    kept: Kept
+    of: ParameterState
     name: str
     tensor: Tensor
     extent: Extent
+    at: int
 
 
 class _Coming(NamedTuple):
     """A slice on its way into the buffer."""
 
-    kept: Sequence[Kept]
+    slice_: Sequence[ParameterState]
     places: Sequence[_Place]
     ready: Event
 
 
-class _Leaving(NamedTuple):
+class _WrittenBack(NamedTuple):
     """A slice on its way out of the buffer."""
 
     places: Sequence[_Place]
@@ -47,7 +48,7 @@ class _Leaving(NamedTuple):
 
 
 class StateStreamer:
-    """Brings state of one device. Thread-safe, as lanes are.
+    """Streams state of one device. Thread-safe, as lanes are.
 
     Parameters
     ----------
@@ -62,30 +63,44 @@ class StateStreamer:
         self._read = read
         self._write = write
 
-    def run(self, slices: Iterable[Sequence[Kept]], buffer: Tensor, update: Callable[[Sequence[Kept]], None]) -> None:
+    def run(
+        self,
+        slices: Iterable[Sequence[ParameterState]],
+        buffer: Tensor,
+        update: Callable[[Sequence[ParameterState]], None],
+    ) -> None:
         """Call `update` for each slice while its tensors are in `buffer`, which is flat and holds each slice.
 
         Once the present stream has passed this, the state is in DRAM again, and nobody uses the buffer. When this
         raises, call `close` before anybody else has the buffer's memory.
         """
         stream = self._compute.stream()
-        room = ExtentMap(buffer.numel(), SLOT)
-        after = [self._compute.mark(stream)]  # of whoever wrote the state, and had the buffer's memory
-        left, coming, leaving = deque(slices), deque[_Coming](), deque[_Leaving]()
-        while left or coming:
-            while left and (places := _find(left[0], room, leaving, after)) is not None:
+        extents = ExtentMap(buffer.numel(), SLOT)
+        # Copies come after whoever wrote the state or had the buffer's memory, and after the slice that was in their
+        # place. Copies of a lane are over in order, so the last of these stands for all.
+        after = [self._compute.mark(stream)]
+        waiting, coming, written = deque(slices), deque[_Coming](), deque[_WrittenBack]()
+        while waiting or coming:
+            while waiting:
+                while (places := _places(waiting[0], extents, buffer)) is None and written:
+                    back = written.popleft()
+                    after[1:] = [back.gone]
+                    for place in back.places:
+                        extents.free(place.extent)
+                if places is None:  # before the next slice is updated
+                    break
                 ready = self._read.copy([_into(place, buffer) for place in places], tuple(after))
-                coming.append(_Coming(left.popleft(), places, ready))
+                coming.append(_Coming(waiting.popleft(), places, ready))
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
             try:
                 with _in_place_of_state(now.places, buffer):
-                    update(now.kept)
+                    update(now.slice_)
             finally:  # some of it may be updated, and its parameters with it
-                back = [_out_of(place, buffer) for place in now.places]
-                leaving.append(_Leaving(now.places, self._write.copy(back, [self._compute.mark(stream)])))
-        if leaving:
-            self._compute.wait(leaving[-1].gone, STALL, stream)
+                pieces = [_out_of(place, buffer) for place in now.places]
+                written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
+        if written:
+            self._compute.wait(written[-1].gone, STALL, stream)
 
     def close(self) -> None:
         """Wait for copies that are under way. No more may come."""
@@ -93,55 +108,50 @@ class StateStreamer:
         self._write.close()
 
 
-def _find(kept: Sequence[Kept], room: ExtentMap, leaving: deque[_Leaving], after: list[Event]) -> list[_Place] | None:
-    """Find places for a slice, where one that leaves may be; None if it has to wait for one that has yet to leave.
-
-    Copies into the places must come `after` what has been added to that.
-    """
+def _places(slice_: Sequence[ParameterState], extents: ExtentMap, buffer: Tensor) -> list[_Place] | None:
+    """Take places for a slice; None if the buffer has no room for it now."""
+    start = int(buffer.storage_offset())
     places: list[_Place] = []
-    for each in kept:
+    for each in slice_:
         for name, tensor in each.tensors.items():
-            while (extent := room.allocate(tensor.untyped_storage().nbytes())) is None and leaving:
-                gone = leaving.popleft()
-                after[1:] = [gone.gone]  # copies of a lane are over in order
-                for place in gone.places:
-                    room.free(place.extent)
+            extent = extents.allocate(tensor.untyped_storage().nbytes())
             if extent is None:
                 for place in places:
-                    room.free(place.extent)
+                    extents.free(place.extent)
                 return None
-            places.append(_Place(each, name, tensor, extent))
+            places.append(_Place(each, name, tensor, extent, start + extent.offset))
     return places
 
 
 def _into(place: _Place, buffer: Tensor) -> Piece:
     source = place.tensor.untyped_storage()
-    return Piece(buffer.untyped_storage(), place.extent.offset, source, 0, source.nbytes())
+    return Piece(buffer.untyped_storage(), place.at, source, 0, source.nbytes())
 
 
 def _out_of(place: _Place, buffer: Tensor) -> Piece:
     target = place.tensor.untyped_storage()
-    return Piece(target, 0, buffer.untyped_storage(), place.extent.offset, target.nbytes())
+    return Piece(target, 0, buffer.untyped_storage(), place.at, target.nbytes())
 
 
 @contextmanager
 def _in_place_of_state(places: Iterable[_Place], buffer: Tensor) -> Iterator[None]:
-    """Let the optimizer have tensors on the buffer for its own; whatever it puts in their place is left there."""
+    """Put tensors on the buffer into the optimizer's state, and its own tensors back afterwards.
+
+    A tensor that the optimizer itself has replaced stays replaced.
+    """
     streamed = [(place, _on(buffer, place)) for place in places]
     try:
         for place, tensor in streamed:
-            place.kept.state[place.name] = tensor
+            place.of.state[place.name] = tensor
         yield
     finally:
         for place, tensor in streamed:
-            if place.kept.state.get(place.name) is tensor:
-                place.kept.state[place.name] = place.tensor
+            if place.of.state.get(place.name) is tensor:
+                place.of.state[place.name] = place.tensor
 
 
 def _on(buffer: Tensor, place: _Place) -> Tensor:
     """A tensor as the state's is, at its place in the buffer."""
     like = place.tensor
-    offset = place.extent.offset // like.element_size()
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(
-        buffer.untyped_storage(), offset, like.size(), like.stride()
-    )
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(buffer.untyped_storage(), place.at // like.element_size(), like.size(), like.stride())

@@ -246,8 +246,8 @@ class Compute(Protocol):
     def settle(self) -> IterationTime | None:
         """End an iteration; return the time of the last one that the device has finished, or None if not timed."""
 
-    def count_waits(self) -> None:
-        """End an iteration that nothing is told of, for what was waited in it, and time the waits of the next one."""
+    def end_resting_iteration(self) -> None:
+        """While hooks rest: count the waits of the iteration that ends, and time those of the next one."""
 
     def idle(self) -> bool:
         """Return whether the device has finished the last iteration; not within a capture."""

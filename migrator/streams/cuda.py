@@ -1,4 +1,7 @@
-"""Compute and lanes on a GPU: CUDA streams, asked of the driver by the native library. Nothing here blocks the host."""
+"""Compute and lanes on a GPU: CUDA streams, asked of the driver by the native library.
+
+The host waits only as a lane closes, in `mark_times`, and for events that a thread has yet to ask a lane for.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +145,7 @@ class CudaCompute:
             return None
         return self._timer.iteration_over(lambda: self.mark(self.stream()))
 
-    def count_waits(self) -> None:
+    def end_resting_iteration(self) -> None:
         self._timer.stand_for = 1
         if self._timer.has_waits:
             self.settle()

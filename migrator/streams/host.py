@@ -98,7 +98,7 @@ class HostCompute:
         if (timeline := self._counters.timeline) is not None:
             timeline.iteration(str(self.device), self._counters.iterations, time.perf_counter())
 
-    def count_waits(self) -> None:
+    def end_resting_iteration(self) -> None:
         """They were counted when they happened."""
 
     def when(self, event: Event, recorded: float) -> float:

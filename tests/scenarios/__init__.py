@@ -43,7 +43,8 @@ from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices, streamed_state
 from torch_tiers.migrator.runtime import streamed_weights as of_runtime
 from torch_tiers.migrator.saved import learning_room
-from torch_tiers.migrator.state import kept
+from torch_tiers.migrator.state import parameter_state
+from torch_tiers.migrator.streams.pieces import SLOT
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
@@ -211,7 +212,10 @@ class _StateInDram:
         return True
 
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
-        return 0, nbytes
+        return SLOT, nbytes - SLOT  # the rest lies in DRAM
+
+    def note_streamed(self, nbytes: int) -> None:
+        pass
 
 
 @contextmanager
@@ -219,7 +223,7 @@ def state_streamed() -> Iterator[None]:
     """Have all state of optimizers come through a buffer for its updates, as if it lay in DRAM."""
     with (
         mock.patch.object(streamed_state.StreamedState, "residence", lambda *_: _StateInDram()),
-        mock.patch.object(kept, "LEAST", 64),
+        mock.patch.object(parameter_state, "LEAST", 64),
         mock.patch.object(streamed_state, "SLICE", 20 * KiB),
     ):
         yield

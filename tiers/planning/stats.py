@@ -43,6 +43,7 @@ def stats_from_json(content: str) -> dict[str, Any]:
         "bounced",
         "demoted",
         "state_in_dram",
+        "state_in_place",
         "overflow",
     ):  # of which earlier versions did not tell
         if name in stats:

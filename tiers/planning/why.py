@@ -204,9 +204,6 @@ def _hints(
     if not (result.ideal and result.seconds) or trace.varies:
         return
     predicted = result.seconds + streaming + streaming_state
-    if max(streaming, streaming_state) > max(result.recomputing, waiting_for_host(result), *result.stalls.values()):
-        awaited = "weights" if streaming > streaming_state else "optimizer state"
-        yield f"most of the difference is waiting for {awaited} in dram: more hbm helps, or a larger batch"
     if measured is not None and measured > LATE * predicted:
         yield (
             f"an iteration takes {measured / predicted:.2f} times what was predicted: there were too few steps "
@@ -217,16 +214,22 @@ def _hints(
             f"an iteration takes {measured / predicted:.2f} times what was predicted, as the host was slow while "
             "iterations were recorded: the ideal may be too long by as much"
         )
-    if result.fraction >= CLOSE:
-        return
-    stalled = max(result.stalls, key=lambda lane: result.stalls[lane], default=None)
-    late = waiting_for_host(result)
-    if late > result.recomputing and late > max(result.stalls.values(), default=0.0):
-        yield "most of the difference is the host, which is busy with what moves and is recomputed: more hbm helps"
-    elif stalled is not None and result.stalls[stalled] > result.recomputing:
-        yield f"most of the difference is waiting for {stalled}: more hbm helps, or a faster link (tiers probe)"
-    elif plan.recompute:
-        yield "most of the difference is recomputing: more hbm helps, or a link that carries more (tiers probe)"
+    if result.ideal < CLOSE * predicted:
+        yield from _most(result, streaming, streaming_state)
+
+
+def _most(result: Simulated, streaming: float, streaming_state: float) -> Iterator[str]:
+    """Say what most of the difference to the ideal is, and what would help."""
+    link = "more hbm helps, or a faster link (tiers probe)"
+    parts = {f"waiting for {lane}: {link}": seconds for lane, seconds in result.stalls.items()}
+    parts |= {
+        "waiting for weights that lie in dram: more hbm helps, or a larger batch": streaming,
+        "waiting for optimizer state that lies in dram: more hbm helps, or a larger batch": streaming_state,
+        "the host, which is busy with what moves and is recomputed: more hbm helps": waiting_for_host(result),
+        "recomputing: more hbm helps, or a link that carries more (tiers probe)": result.recomputing,
+    }
+    if parts[most := max(parts, key=lambda part: parts[part])] > 0:
+        yield f"most of the difference is {most}"
 
 
 def _unforeseen(plan: Plan, stats: dict[str, Any]) -> int:

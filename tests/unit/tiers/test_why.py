@@ -160,3 +160,31 @@ def test_where_sizes_change_from_step_to_step_nothing_is_predicted_in_numbers() 
     assert not any("predicted" in str(table.title) for table in render(told) if isinstance(table, Table))
     seconds = [value for key, value in to_json(told).items() if key.endswith("_s") and key != "measured_s"]
     assert set(seconds) == {None} and told.hints == ()
+
+
+def test_what_was_waited_for_optimizer_state_is_part_of_what_is_predicted_and_most_of_the_difference() -> None:
+    stats: dict[str, Any] = {
+        "step_s": {"median": 0.5, "settled": {"median": 0.5, "steps": 20}},
+        "steps": 22,
+        "iterations": 22,
+        "budget": {"hbm": 12 * GiB},
+        "moved": {"state_read": 1},
+        "stalls": {"state": {"count": 20, "seconds": 30.0}},
+        "settled": {"iterations": 20, "moved": {}, "stalled_s": {"state": 20.0}, "flushes": 0},
+    }
+    told = why(MODEL, planned(12 * GiB), PCIE_GEN5, stats)
+    assert told.streaming_state == pytest.approx(1.0)
+    assert told.predicted == pytest.approx(told.result.seconds + 1.0)
+    assert [hint for hint in told.hints if "most of the difference" in hint] == [
+        "most of the difference is waiting for optimizer state that lies in dram: more hbm helps, or a larger batch"
+    ]
+
+
+@pytest.mark.parametrize(("in_place", "known"), [(0, True), (4 * GiB, False)])
+def test_with_state_that_is_streamed_the_ideal_is_known(in_place: int, known: bool) -> None:
+    """Where optimizers read it in host memory, all times that were recorded have that in them."""
+    stats: dict[str, Any] = {
+        **{"step_s": {"median": None}, "steps": 10, "iterations": 10, "budget": {"hbm": 12 * GiB}},
+        **{"state_in_dram": 4 * GiB, "state_in_place": in_place},
+    }
+    assert (why(MODEL, planned(12 * GiB), PCIE_GEN5, stats).in_dram == "") == known

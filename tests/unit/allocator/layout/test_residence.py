@@ -51,6 +51,26 @@ def test_of_a_block_that_lies_on_both_tiers_it_is_known_what_hbm_has(residence: 
     assert residence.longest_in_hbm(core.allocate(4 * MiB), 4 * MiB) == (0, 4 * MiB)
 
 
+def test_state_that_is_streamed_is_not_read_where_it_lies(pages: OnOneCore, core: Core) -> None:
+    pages.more(64 * MiB)
+    core.state(True, most_hbm=0)
+    core.allocate(NBYTES)
+    core.state(False)
+    pages.begin()
+    residence = pages.residence(GPU)
+    assert residence is not None
+
+    def over(streamed: int) -> tuple[int, int, bool]:
+        step(core, 4 * MiB)
+        residence.note_streamed(streamed)
+        pages.period_over()
+        return residence.state, residence.in_place, residence.spilled
+
+    assert over(0) == (NBYTES, NBYTES, True)
+    assert over(NBYTES) == (NBYTES, 0, False)
+    assert over(0) == (NBYTES, 0, False), "a scaler has refused the step"
+
+
 def test_weights_in_dram_are_not_taken_for_what_hbm_has_no_room_for(
     pages: OnOneCore, residence: Residence, weights: list[int], core: Core
 ) -> None:

@@ -85,3 +85,18 @@ def test_a_compiled_step_updates_once() -> None:
     parameter = trained()
     torch.compile(optim.SGD([parameter], lr=0.25).step, backend="eager")()
     assert torch.equal(parameter, torch.full((2,), 0.75))
+
+
+def test_a_function_that_somebody_has_put_over_ours_makes_one_step_in_a_later_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    for _ in range(2):
+        optimizer_steps.install(lambda of, step: (made.append(of), step())[1])
+        ours = optim.Adadelta.step
+        monkeypatch.setattr(optim.Adadelta, "step", lambda self, closure=None, ours=ours: ours(self, closure))
+        optimizer_steps.uninstall()
+    optimizer_steps.install(lambda of, step: (made.append(of), step())[1])
+    optim.Adadelta([trained()]).step()
+    optimizer_steps.uninstall()
+    assert len(made) == 1

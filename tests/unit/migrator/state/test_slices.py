@@ -23,7 +23,7 @@ def test_slices_have_all_parts_in_order_and_none_is_larger_than_it_may_be_unless
 
 
 @given(SIZES, st.integers(1, 300))
-def test_no_two_slices_fit_into_one(sizes: list[int], most: int) -> None:
+def test_a_slice_has_no_room_for_the_first_part_of_the_next(sizes: list[int], most: int) -> None:
     slices = list(cut(sizes, sizes, most))
     assert all(sum(one) + other[0] > most for one, other in itertools.pairwise(slices))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_tiers.migrator.state.kept import Kept
+from torch_tiers.migrator.state.parameter_state import ParameterState
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
@@ -28,12 +28,10 @@ class Slow(HostLane):
     def __init__(self, name: str, counters: Counters, random: random.Random) -> None:
         super().__init__(name, counters)
         self.random = random
-        self.under_way = 0
 
     def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Any:
         late = threading.Event()
         threading.Timer(self.random.random() / 500, late.set).start()
-        self.under_way += 1
         return super().copy(pieces, [*after, Late(late)], behind)
 
 
@@ -48,8 +46,8 @@ class Late:
         self.event.wait()
 
 
-def kept(tensors: dict[str, Tensor]) -> Kept:
-    return Kept(0, torch.zeros(1), dict(tensors), tensors)
+def of(tensors: dict[str, Tensor]) -> ParameterState:
+    return ParameterState(0, torch.zeros(1), dict(tensors), tensors)
 
 
 def streamer(seed: int = 0) -> StateStreamer:
@@ -59,9 +57,9 @@ def streamer(seed: int = 0) -> StateStreamer:
     return StateStreamer(HostCompute(counters), *lanes)
 
 
-def slices(count: int, each: int = 1) -> list[list[Kept]]:
+def slices(count: int, each: int = 1) -> list[list[ParameterState]]:
     tensors = torch.arange(count * each * NBYTES // 4, dtype=torch.float32).view(count, each, -1)
-    return [[kept({"moment": tensors[i, j].clone()}) for j in range(each)] for i in range(count)]
+    return [[of({"moment": tensors[i, j].clone()}) for j in range(each)] for i in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -69,16 +67,16 @@ def slices(count: int, each: int = 1) -> list[list[Kept]]:
 def test_every_slice_is_updated_once_with_its_own_state(slots: int, seed: int) -> None:
     all_slices = slices(9, each=1 + seed % 2)
     expected = [each.tensors["moment"] * 2 + 1 for slice_ in all_slices for each in slice_]
-    order: list[Kept] = []
+    order: list[ParameterState] = []
 
-    def update(slice_: Sequence[Kept]) -> None:
+    def update(slice_: Sequence[ParameterState]) -> None:
         for each in slice_:
             each.state["moment"].mul_(2).add_(1)
             order.append(each)
 
-    streams = streamer(seed)
-    streams.run(all_slices, torch.empty(slots * (1 + seed % 2) * NBYTES, dtype=torch.uint8), update)
-    streams.close()
+    streaming = streamer(seed)
+    streaming.run(all_slices, torch.empty(slots * (1 + seed % 2) * NBYTES, dtype=torch.uint8), update)
+    streaming.close()
     assert all(one is other for one, other in zip(order, (k for s in all_slices for k in s), strict=True))
     for each, wanted in zip(order, expected, strict=True):
         assert each.state["moment"] is each.tensors["moment"], "the optimizer has its own tensors again"
@@ -88,12 +86,12 @@ def test_every_slice_is_updated_once_with_its_own_state(slots: int, seed: int) -
 def test_a_tensor_keeps_its_strides_and_type_in_the_buffer() -> None:
     tensor = torch.rand(4, 8, 4, 8).to(memory_format=torch.channels_last).to(torch.float64)
     seen: list[Tensor] = []
-    each = kept({"moment": tensor})
-    streams = streamer()
-    streams.run(
+    each = of({"moment": tensor})
+    streaming = streamer()
+    streaming.run(
         [[each]], torch.empty(2 * tensor.nbytes, dtype=torch.uint8), lambda _: seen.append(each.state["moment"].clone())
     )
-    streams.close()
+    streaming.close()
     assert torch.equal(seen[0], tensor)
     assert seen[0].stride() == tensor.stride()
 
@@ -102,15 +100,15 @@ def test_what_was_updated_before_an_error_is_kept_as_it_is() -> None:
     first, second, third = all_slices = slices(3)
     before = [slice_[0].tensors["moment"].clone() for slice_ in all_slices]
 
-    def update(slice_: Sequence[Kept]) -> None:
+    def update(slice_: Sequence[ParameterState]) -> None:
         slice_[0].state["moment"].add_(1)
         if slice_ is second:
             raise RuntimeError("half way")
 
-    streams = streamer()
+    streaming = streamer()
     with pytest.raises(RuntimeError, match="half way"):
-        streams.run(all_slices, torch.empty(3 * NBYTES, dtype=torch.uint8), update)
-    streams.close()
+        streaming.run(all_slices, torch.empty(3 * NBYTES, dtype=torch.uint8), update)
+    streaming.close()
     assert torch.equal(first[0].tensors["moment"], before[0] + 1)
     assert torch.equal(second[0].tensors["moment"], before[1] + 1)
     assert torch.equal(third[0].tensors["moment"], before[2])
@@ -120,26 +118,42 @@ def test_what_was_updated_before_an_error_is_kept_as_it_is() -> None:
 def test_what_an_optimizer_puts_in_the_place_of_its_state_stays() -> None:
     slice_, other = slices(1)[0], torch.zeros(3)
     buffer = torch.empty(NBYTES, dtype=torch.uint8)
-    streams = streamer()
-    streams.run([slice_], buffer, lambda updated: updated[0].state.update(moment=other))
-    streams.close()
+    streaming = streamer()
+    streaming.run([slice_], buffer, lambda updated: updated[0].state.update(moment=other))
+    streaming.close()
     assert slice_[0].state["moment"] is other
 
 
 def test_the_next_slice_comes_while_one_is_updated() -> None:
     all_slices = slices(3)
-    counters = Counters()
-    counters.moved.update(read=0, write=0)
-    read = HostLane("read", counters)
-    streams = StateStreamer(HostCompute(counters), read, HostLane("write", counters))
-    came: list[int] = []
+    buffer = torch.zeros(3 * NBYTES, dtype=torch.uint8)
+    second = all_slices[1][0].tensors["moment"].clone()
+    streaming = streamer()
+    came: list[bool] = []
 
-    def update(slice_: Sequence[Kept]) -> None:
+    def update(slice_: Sequence[ParameterState]) -> None:
         deadline = time.monotonic() + 10
-        while counters.moved["read"] < 2 * NBYTES and time.monotonic() < deadline:
+        there = buffer.view(torch.float32)[NBYTES // 4 : 2 * NBYTES // 4]
+        while not (came or torch.equal(there, second)) and time.monotonic() < deadline:
             time.sleep(0.001)
-        came.append(counters.moved["read"] // NBYTES)
+        came.append(torch.equal(there, second))
 
-    streams.run(all_slices, torch.empty(3 * NBYTES, dtype=torch.uint8), update)
-    streams.close()
-    assert came[0] >= 2
+    streaming.run(all_slices, buffer, update)
+    streaming.close()
+    assert came[0]
+
+
+def test_nothing_outside_of_the_buffer_is_touched() -> None:
+    """The buffer may be a part of a block, of which the rest lies in DRAM."""
+    whole = torch.full((8 * NBYTES,), 7, dtype=torch.uint8)
+    buffer = whole[2 * NBYTES : 5 * NBYTES]
+    low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+
+    def update(slice_: Sequence[ParameterState]) -> None:
+        assert all(low <= each.state["moment"].data_ptr() < high for each in slice_)
+        slice_[0].state["moment"].add_(1)
+
+    streaming = streamer()
+    streaming.run(slices(9), buffer, update)
+    streaming.close()
+    assert (whole[: 2 * NBYTES] == 7).all() and (whole[5 * NBYTES :] == 7).all()

@@ -63,8 +63,8 @@ def test_while_hooks_rest_waits_count_once_each_and_for_no_other_iteration(compu
     compute.time_waits(0)  # as it was when they began to rest
     for _ in range(3):
         compute.wait(promised(Mark()), "state", 1)
-        compute.count_waits()
-    compute.count_waits()  # of an iteration without any
+        compute.end_resting_iteration()
+    compute.end_resting_iteration()  # of an iteration without any
     compute.close()
     stall = compute._counters.stalls["state"]
     assert stall.count == 2, "all but those of the first, which nobody had timed"

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter."""
+"""What an optimizer has for each parameter."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ LEAST = 1 * MiB  # bytes: smaller tensors are read where they lie, as a copy of 
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ParameterState:
     """The state of one parameter.
 
     Attributes
     ----------
     group : int
-        The parameter's group in the optimizer.
+        The number of the parameter's group in the optimizer.
     parameter : Tensor
-        It has a gradient.
+        The parameter. It has a gradient.
     state : dict
-        The optimizer's, of the parameter.
+        The optimizer's state of the parameter; empty before the first step.
     tensors : dict of str to Tensor
-        What of it may come to HBM, by name.
+        The tensors of the state that may come to HBM, by name.
     """
 
     group: int
@@ -43,33 +43,35 @@ class Kept:
         return sum(round_up(tensor.untyped_storage().nbytes(), SLOT) for tensor in self.tensors.values())
 
 
-def in_dram(optimizer: Optimizer, lies_in_dram: Callable[[Tensor], bool]) -> Iterator[Kept]:
-    """Yield what of an optimizer's state lies in DRAM, of parameters that the next step updates."""
-    for kept in _all(optimizer):
-        if tensors := {name: tensor for name, tensor in kept.tensors.items() if lies_in_dram(tensor)}:
-            yield replace(kept, tensors=tensors)
+def those_in_dram(optimizer: Optimizer, lies_in_dram: Callable[[Tensor], bool]) -> Iterator[ParameterState]:
+    """Yield the state that lies in DRAM, of parameters that the next step updates."""
+    for each in _all(optimizer):
+        if tensors := {name: tensor for name, tensor in each.tensors.items() if lies_in_dram(tensor)}:
+            yield replace(each, tensors=tensors)
 
 
-def all_but(optimizer: Optimizer, updated: Iterable[Kept]) -> Iterator[Kept]:
-    """Yield the state of all parameters but those of `updated`."""
-    known = {id(kept.parameter) for kept in updated}
-    return (kept for kept in _all(optimizer) if id(kept.parameter) not in known)
+def all_but(optimizer: Optimizer, updated: Iterable[ParameterState]) -> Iterator[ParameterState]:
+    """Yield the state of all other parameters that the next step updates."""
+    known = {id(each.parameter) for each in updated}
+    return (each for each in _all(optimizer) if id(each.parameter) not in known)
 
 
-def by_group(all_kept: Iterable[Kept]) -> dict[int, list[Tensor]]:
+def by_group(states: Iterable[ParameterState]) -> dict[int, list[Tensor]]:
     """The parameters, by the number of their group."""
     found: dict[int, list[Tensor]] = {}
-    for kept in all_kept:
-        found.setdefault(kept.group, []).append(kept.parameter)
+    for each in states:
+        found.setdefault(each.group, []).append(each.parameter)
     return found
 
 
-def _all(optimizer: Optimizer) -> Iterator[Kept]:
+def _all(optimizer: Optimizer) -> Iterator[ParameterState]:
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
             state = optimizer.state.get(parameter, {})
-            if parameter.grad is not None and isinstance(state, dict):
-                yield Kept(index, parameter, state, {n: value for n, value in state.items() if _has_own_memory(value)})
+            tensors = {name: value for name, value in state.items() if _has_own_memory(value)}
+            yield ParameterState(index, parameter, state, tensors)
 
 
 def _has_own_memory(value: object) -> bool:
