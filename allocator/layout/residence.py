@@ -44,7 +44,8 @@ class Residence:
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
         self.overflow = self.state = self.in_place = 0
-        self._streamed = self._last_streamed = 0  # bytes: in the present period, and in the last that streamed any
+        self._streamed: dict[int, int] = {}  # bytes by address: in the present period
+        self._last_streamed = 0  # bytes: in the last period that streamed any
         self._weights: Callable[[], Mapping[int, int]] = dict
         self._device = device
         self._core = core
@@ -65,9 +66,13 @@ class Residence:
         """Whether HBM had no room for several periods in a row, the last one included."""
         return self._overflows >= AGAIN
 
+    def dram_bytes(self, address: int) -> int:
+        """Bytes of a block that lie in DRAM."""
+        return self._core.on(address, DRAM)
+
     def in_dram(self, address: int) -> bool:
         """Whether a block, or a part of it, lies in DRAM."""
-        return self._core.on(address, DRAM) > 0
+        return self.dram_bytes(address) > 0
 
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
         """The longest run of a block's bytes that lies in HBM: its first byte in the block, and its length.
@@ -82,9 +87,9 @@ class Residence:
         longest = max((list(run) for in_hbm, run in runs if in_hbm), key=len, default=[])
         return (longest[0] - address, page * len(longest)) if longest else (0, 0)
 
-    def note_streamed(self, nbytes: int) -> None:
-        """Take note that so many bytes of state in DRAM came to HBM for their updates, in the period."""
-        self._streamed += nbytes
+    def note_streamed(self, nbytes: Mapping[int, int]) -> None:
+        """Take note that these blocks of state came to HBM for updates, in the period; by address, bytes in DRAM."""
+        self._streamed.update(nbytes)
 
     def set_weights(self, weights: Callable[[], Mapping[int, int]]) -> None:
         """From now on these weights may lie in DRAM: `weights` returns bytes by address."""
@@ -114,7 +119,7 @@ class Residence:
         glance = self._core.glance()
         self.overflow, self.state = spilled, int(glance.dram_state)
         if self._streamed:  # else there may have been no step, as a scaler refuses some
-            self._last_streamed, self._streamed = self._streamed, 0
+            self._last_streamed, self._streamed = sum(self._streamed.values()), {}
         self.in_place = max(0, self.state - self._last_streamed)
         self.spilled = (spilled > 0 and glance.dram > 0) or self.in_place > 0
         self._periods = self._periods + 1 if glance.dram else 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -22,26 +22,47 @@ def may_be_split(optimizer: optim.Optimizer) -> bool:
     """Whether a step may be made in parts.
 
     Optimizers choose their kernels by the types and devices of a group's parameters, and by whether a gradient of it is
-    sparse. A part of a mixed group could get other kernels than the whole, so it is not split.
+    sparse. A part of a mixed group could get other kernels than the whole, so it is not split. Nor is a step that
+    updates something twice, whose order would be another.
     """
-    return type(optimizer) in BY_PARAMETER and all(
-        not group.get("differentiable")
-        and len({parameter.device for parameter in group["params"]}) <= 1
-        and all(type(parameter) in (Tensor, nn.Parameter) for parameter in group["params"])
-        and all(p.grad is None or p.grad.layout is torch.strided for p in group["params"])
-        for group in optimizer.param_groups
+    return (
+        type(optimizer) in BY_PARAMETER
+        and all(_are_alike(group) for group in optimizer.param_groups)
+        and not _is_anything_shared(optimizer)
     )
 
 
-@contextmanager
-def only(optimizer: optim.Optimizer, parameters: Mapping[int, Sequence[Tensor]]) -> Iterator[None]:
-    """Have the optimizer know these parameters alone, by the number of their group."""
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    try:
-        for index, group in enumerate(groups):
-            group["params"] = list(parameters.get(index, ()))
-        yield
-    finally:
-        for group, parameters_of_group in zip(groups, whole, strict=True):
-            group["params"] = parameters_of_group
+def _are_alike(group: Mapping[str, Any]) -> bool:
+    parameters: list[Tensor] = group["params"]
+    return (
+        not group.get("differentiable")
+        and len({parameter.device for parameter in parameters}) <= 1
+        and all(type(parameter) in (Tensor, nn.Parameter) for parameter in parameters)
+        and all(p.grad is None or p.grad.layout is torch.strided for p in parameters)
+    )
+
+
+def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
+    """Whether a parameter comes twice, or two tensors of the state have one storage."""
+    parameters = [p.data_ptr() for group in optimizer.param_groups for p in group["params"] if p.numel()]
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    storages = [value.untyped_storage()._cdata for value in kept if isinstance(value, Tensor)]
+    return len(set(parameters)) < len(parameters) or len(set(storages)) < len(storages)
+
+
+def part_of(
+    optimizer: optim.Optimizer, parameters: Mapping[int, Sequence[Tensor]], state: Mapping[Tensor, Any] | None = None
+) -> optim.Optimizer:
+    """An optimizer of these parameters alone, by the number of their group, that is as `optimizer` in all else.
+
+    Its steps update the parameters, and the state of `optimizer`, or `state` in its place. The program may look at its
+    own optimizer meanwhile, as a signal's handler does that saves it.
+    """
+    part = object.__new__(type(optimizer))
+    vars(part).update(vars(optimizer))
+    part.param_groups = [
+        {**group, "params": list(parameters.get(index, ()))} for index, group in enumerate(optimizer.param_groups)
+    ]
+    if state is not None:
+        vars(part)["state"] = state
+    return part

@@ -58,7 +58,7 @@ class Listener(Protocol):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
 
-    def run_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+    def run_step(self, optimizer: torch.optim.Optimizer, step: optimizer_steps.Step, /) -> Any:
         """Make a step of an optimizer that updates each parameter by itself; `step` makes a whole one."""
 
     def forked(self) -> None:
@@ -327,6 +327,7 @@ def _after_fork() -> None:
         _active.forked()
         _active, _left_behind = None, True
         _take_the_long_way()
+        optimizer_steps.uninstall()
 
 
 def _say_left_behind() -> None:

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeAlias
 
+import torch
+from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from torch_tiers.migrator.program.by_parameter import BY_PARAMETER
 
-Step: TypeAlias = Callable[[], Any]
+Step: TypeAlias = Callable[[Optimizer], Any]
+"""PyTorch's own step of an optimizer, without hooks and without a closure."""
 
 _run: Callable[[Optimizer, Step], Any] | None = None
-_thread = threading.local()  # `within`: whether it makes a step of ours
 _plain: dict[Any, Any] = {}  # by the functions of ours that stand before them
+_thread = threading.local()  # `within`: whether it makes a step of ours
+_PYTORCH = os.path.dirname(torch.__file__) + os.sep
+# Dynamo passes a function by, and sees what that calls.
+_PASSED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+_HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def install(run: Callable[[Optimizer, Step], Any]) -> None:
     """Have `run` make the steps of optimizers that update each parameter by itself, given what makes a whole step.
 
-    A step with a closure is made as it comes: what the closure computes belongs to all parameters.
+    A step with a closure is made as it comes: what the closure computes belongs to all parameters. So is one that
+    somebody else has put a function before, or has compiled.
     """
     global _run
     _run = run
     for kind in _with_steps():
-        if (plain := _without_hooks(kind)) not in _plain:
+        plain = _without_hooks(kind)
+        if plain not in _plain and _is_pytorchs(plain):
             ours = _before(plain)
             _plain[ours] = plain
             _put(kind, ours)
@@ -40,6 +50,7 @@ def uninstall() -> None:
     for kind in _with_steps():
         if (ours := _without_hooks(kind)) in _plain:  # else somebody has put another over it since
             _put(kind, _plain[ours])
+    _plain.clear()
 
 
 def _with_steps() -> list[Any]:
@@ -48,23 +59,38 @@ def _with_steps() -> list[Any]:
 
 
 def _before(plain: Any) -> Any:
-    @wraps(plain)
     def step(self: Optimizer, closure: Any = None) -> Any:
         # Somebody may have put a function over ours that calls it, and a later session has put ours over that.
         if is_compiling() or closure is not None or _run is None or getattr(_thread, "within", False):
             return plain(self, closure)
+        if _is_watched():
+            return plain(self)
         _thread.within = True
         try:
-            return _run(self, partial(plain, self))
+            return _run(self, plain)
         finally:
             _thread.within = False
 
-    return step
+    eval_frame.set_code_exec_strategy(step.__code__, _PASSED)
+    return wraps(plain)(step)
+
+
+def _is_watched() -> bool:
+    """Whether Dynamo compiles what this thread runs, as it does behind a break in its graphs, too."""
+    return callable(eval_frame.get_eval_frame_callback())
+
+
+eval_frame.set_code_exec_strategy(_is_watched.__code__, _PASSED)
 
 
 def _is_hooked(step: Any) -> bool:
-    """Whether an optimizer has been made of the class: that puts a function around its step which calls hooks."""
-    return bool(getattr(step, "hooked", False))
+    """Whether it is the function by which PyTorch calls hooks around a step."""
+    return getattr(step, "__code__", None) is _HOOKED
+
+
+def _is_pytorchs(step: Any) -> bool:
+    code = getattr(step, "__code__", None)
+    return code is not None and code.co_filename.startswith(_PYTORCH)
 
 
 def _without_hooks(kind: Any) -> Any:

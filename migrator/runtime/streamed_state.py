@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
-from torch_tiers.migrator.program.by_parameter import may_be_split, only
+from torch_tiers.migrator.program.by_parameter import may_be_split, part_of
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.optimizer_steps import Step
 from torch_tiers.migrator.runtime.options import Options
@@ -47,14 +47,13 @@ class StreamedState:
         """Make a step of an optimizer: first of what lies in DRAM, then of all else, in slices each."""
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
         if not found or not may_be_split(optimizer):
-            return step()
+            return step(optimizer)
         streamed = [each for device, there in found.items() for each in self._stream(optimizer, step, device, there)]
         if not streamed:
-            return step()
+            return step(optimizer)
         others = list(all_but(optimizer, streamed))
         for slice_ in cut(others, [each.nbytes for each in others], AT_ONCE):
-            with only(optimizer, by_group(slice_)):
-                step()
+            step(part_of(optimizer, by_group(slice_)))
         return None  # as without a closure
 
     def residence(self, device: torch.device) -> Residence | None:
@@ -77,9 +76,8 @@ class StreamedState:
         buffer, most = _buffer(states, shared, residence)
         states = [each for each in states if each.nbytes <= buffer.numel()]
 
-        def update(slice_: Sequence[ParameterState]) -> None:
-            with only(optimizer, by_group(slice_)):
-                step()
+        def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
+            step(part_of(optimizer, by_group(slice_), state))
 
         streamer = self._streamer(device)
         try:
@@ -88,7 +86,8 @@ class StreamedState:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
-        residence.note_streamed(sum(each.nbytes for each in states))
+        addresses = [tensor.data_ptr() for each in states for tensor in each.tensors.values()]
+        residence.note_streamed({address: residence.dram_bytes(address) for address in addresses})
         return states
 
     def _streamer(self, device: torch.device) -> StateStreamer:

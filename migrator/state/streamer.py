@@ -7,9 +7,8 @@ it reads each byte once. But most optimizers are a sequence of operators, each o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,9 +66,12 @@ class StateStreamer:
         self,
         slices: Iterable[Sequence[ParameterState]],
         buffer: Tensor,
-        update: Callable[[Sequence[ParameterState]], None],
+        update: Callable[[Sequence[ParameterState], Mapping[Tensor, dict[str, Any]]], None],
     ) -> None:
         """Call `update` for each slice while its tensors are in `buffer`, which is flat and holds each slice.
+
+        It is given the slice and its state, by parameter, with the tensors that are in the buffer. The optimizer's own
+        state always has its own tensors. What else `update` puts into the state, the optimizer has afterwards.
 
         Once the present stream has passed this, the state is in DRAM again, and nobody uses the buffer. When this
         raises, call `close` before anybody else has the buffer's memory.
@@ -94,8 +96,12 @@ class StateStreamer:
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
             try:
-                with _in_place_of_state(now.places, buffer):
-                    update(now.slice_)
+                copies = [_on(buffer, place) for place in now.places]
+                state = {each.parameter: dict(each.state) for each in now.slice_}
+                for place, copy in zip(now.places, copies, strict=True):
+                    state[place.of.parameter][place.name] = copy
+                update(now.slice_, state)
+                _take_over(now.slice_, state, copies)
             finally:  # some of it may be updated, and its parameters with it
                 pieces = [_out_of(place, buffer) for place in now.places]
                 written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
@@ -133,21 +139,13 @@ def _out_of(place: _Place, buffer: Tensor) -> Piece:
     return Piece(target, 0, buffer.untyped_storage(), place.at, target.nbytes())
 
 
-@contextmanager
-def _in_place_of_state(places: Iterable[_Place], buffer: Tensor) -> Iterator[None]:
-    """Put tensors on the buffer into the optimizer's state, and its own tensors back afterwards.
-
-    A tensor that the optimizer itself has replaced stays replaced.
-    """
-    streamed = [(place, _on(buffer, place)) for place in places]
-    try:
-        for place, tensor in streamed:
-            place.of.state[place.name] = tensor
-        yield
-    finally:
-        for place, tensor in streamed:
-            if place.of.state.get(place.name) is tensor:
-                place.of.state[place.name] = place.tensor
+def _take_over(
+    updated: Iterable[ParameterState], state: Mapping[Tensor, dict[str, Any]], copies: Iterable[Tensor]
+) -> None:
+    """Give an optimizer what it has put into a slice's state, but for the copies."""
+    known = {id(copy) for copy in copies}
+    for each in updated:
+        each.state.update((name, value) for name, value in state[each.parameter].items() if id(value) not in known)
 
 
 def _on(buffer: Tensor, place: _Place) -> Tensor:

@@ -62,7 +62,7 @@ class HostCompute:
         self._now.set()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def mark(self, stream: Stream) -> HostEvent:
         return self._now

@@ -211,10 +211,13 @@ class _StateInDram:
     def in_dram(self, address: int) -> bool:
         return True
 
+    def dram_bytes(self, address: int) -> int:
+        return 0
+
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
         return SLOT, nbytes - SLOT  # the rest lies in DRAM
 
-    def note_streamed(self, nbytes: int) -> None:
+    def note_streamed(self, nbytes: dict[int, int]) -> None:
         pass
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +170,43 @@ def skip_the_steps_that_a_scaler_refuses(device: torch.device) -> None:
 
     with deterministic_kernels():
         assert program(_with_tiers) == program(nullcontext)
+
+
+def step_as_ever_in_a_forked_child(device: torch.device) -> None:
+    """Whose lanes are the parent's: nobody would carry its copies out."""
+    if device.type == "cuda":  # which does not outlast a fork
+        return
+    with _with_tiers():
+        run = Run(device, "AdamW")
+        run.steps(range(2))
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)  # OpenMP's threads did not come along
+            run.steps(range(2, 3))
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        run.steps(range(2, 4))
+
+
+def may_be_looked_at_while_they_step(device: torch.device) -> None:
+    """As by a signal's handler that saves them."""
+    seen: list[Any] = []
+    with _with_tiers():
+        run = Run(device, "AdamW")
+        run.steps(range(2))
+        whole = run.optimizer.state_dict()["param_groups"]
+        plain = torch.optim.Adam._init_group
+
+        def look(self: torch.optim.Adam, *arguments: Any) -> Any:
+            seen.append(run.optimizer.state_dict())
+            return plain(self, *arguments)
+
+        with mock.patch.object(torch.optim.Adam, "_init_group", look):
+            run.optimizer.step()
+    assert len(seen) > 2, "nothing was made in parts"
+    for each in seen:
+        assert [group["params"] for group in each["param_groups"]] == [group["params"] for group in whole]
 
 
 if __name__ == "__main__":

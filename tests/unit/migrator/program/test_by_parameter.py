@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, may_be_split, only
+from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, may_be_split, part_of
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:
@@ -38,22 +38,34 @@ def test_a_step_in_parts_is_a_step(kind: type[optim.Optimizer]) -> None:
         with_gradients(parts, step)
         of_whole.step()
         for chosen in ({0: parts[:1]}, {1: parts[2:]}, {1: parts[1:2]}):
-            with only(of_parts, chosen):
-                of_parts.step()
+            part_of(of_parts, chosen).step()
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
         for name, value in of_whole.state[one].items():
             assert not isinstance(value, Tensor) or torch.equal(value, of_parts.state[other][name]), name
 
 
-def test_groups_are_whole_again_also_after_an_error() -> None:
+def test_the_programs_optimizer_is_as_ever_while_a_part_of_it_steps() -> None:
     of = parameters()
-    optimizer = optim.SGD([{"params": of[:1], "lr": 0.5}, {"params": of[1:]}], lr=0.1)
+    optimizer = optim.SGD([{"params": of[:1], "lr": 0.5}, {"params": of[1:]}], lr=0.1, momentum=0.9)
     before = [group["params"] for group in optimizer.param_groups]
-    with pytest.raises(KeyboardInterrupt), only(optimizer, {0: of[:1]}):
-        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
-        raise KeyboardInterrupt
+    part = part_of(optimizer, {1: of[2:]})
+    assert [group["lr"] for group in part.param_groups] == [0.5, 0.1]
+    assert [len(group["params"]) for group in part.param_groups] == [0, 1]
+    with_gradients(of, 0)
+    part.step()
     assert all(group["params"] is whole for group, whole in zip(optimizer.param_groups, before, strict=True))
+    assert list(optimizer.state) == [of[2]], "its state is one"
+
+
+def test_a_part_may_have_another_state() -> None:
+    of = parameters()
+    optimizer = optim.SGD(of, lr=0.1, momentum=0.9)
+    with_gradients(of, 0)
+    state: dict[Tensor, Any] = {of[1]: {}}
+    part_of(optimizer, {0: of[1:2]}, state).step()
+    assert state[of[1]]["momentum_buffer"] is not None
+    assert not optimizer.state
 
 
 class _Mine(optim.SGD):
@@ -72,6 +84,24 @@ def test_groups_of_several_devices_or_types_are_not_split() -> None:
         pass
 
     assert not may_be_split(optim.SGD([torch.zeros(1).as_subclass(Special).requires_grad_()]))
+
+
+def test_what_is_updated_twice_is_not_split() -> None:
+    of = parameters()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        assert not may_be_split(optim.SGD([of[0], of[0], of[1]]))
+    optimizer = optim.SGD(of, momentum=0.9)
+    both = torch.zeros(4, 4)
+    for parameter in of[:2]:
+        optimizer.state[parameter]["momentum_buffer"] = both
+    assert not may_be_split(optimizer)
+
+
+def test_a_group_with_a_sparse_gradient_is_not_split() -> None:
+    of = parameters()
+    with_gradients(of, 0)
+    of[1].grad = torch.eye(4).to_sparse()
+    assert not may_be_split(optim.Adagrad(of))
 
 
 def test_a_step_through_which_gradients_flow_is_not_split() -> None:

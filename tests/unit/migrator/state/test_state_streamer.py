@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch_tiers.migrator.streams.pieces import Piece
 from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 4096
+State: TypeAlias = Mapping[Tensor, dict[str, Any]]
 
 
 class Slow(HostLane):
@@ -69,9 +70,10 @@ def test_every_slice_is_updated_once_with_its_own_state(slots: int, seed: int) -
     expected = [each.tensors["moment"] * 2 + 1 for slice_ in all_slices for each in slice_]
     order: list[ParameterState] = []
 
-    def update(slice_: Sequence[ParameterState]) -> None:
+    def update(slice_: Sequence[ParameterState], state: State) -> None:
         for each in slice_:
-            each.state["moment"].mul_(2).add_(1)
+            state[each.parameter]["moment"].mul_(2).add_(1)
+            assert each.state["moment"] is each.tensors["moment"], "the optimizer has its own tensors"
             order.append(each)
 
     streaming = streamer(seed)
@@ -79,7 +81,7 @@ def test_every_slice_is_updated_once_with_its_own_state(slots: int, seed: int) -
     streaming.close()
     assert all(one is other for one, other in zip(order, (k for s in all_slices for k in s), strict=True))
     for each, wanted in zip(order, expected, strict=True):
-        assert each.state["moment"] is each.tensors["moment"], "the optimizer has its own tensors again"
+        assert each.state["moment"] is each.tensors["moment"], "the optimizer still has its own tensors"
         assert torch.equal(each.tensors["moment"], wanted)
 
 
@@ -89,7 +91,9 @@ def test_a_tensor_keeps_its_strides_and_type_in_the_buffer() -> None:
     each = of({"moment": tensor})
     streaming = streamer()
     streaming.run(
-        [[each]], torch.empty(2 * tensor.nbytes, dtype=torch.uint8), lambda _: seen.append(each.state["moment"].clone())
+        [[each]],
+        torch.empty(2 * tensor.nbytes, dtype=torch.uint8),
+        lambda _, state: seen.append(state[each.parameter]["moment"].clone()),
     )
     streaming.close()
     assert torch.equal(seen[0], tensor)
@@ -100,8 +104,8 @@ def test_what_was_updated_before_an_error_is_kept_as_it_is() -> None:
     first, second, third = all_slices = slices(3)
     before = [slice_[0].tensors["moment"].clone() for slice_ in all_slices]
 
-    def update(slice_: Sequence[ParameterState]) -> None:
-        slice_[0].state["moment"].add_(1)
+    def update(slice_: Sequence[ParameterState], state: State) -> None:
+        state[slice_[0].parameter]["moment"].add_(1)
         if slice_ is second:
             raise RuntimeError("half way")
 
@@ -119,9 +123,10 @@ def test_what_an_optimizer_puts_in_the_place_of_its_state_stays() -> None:
     slice_, other = slices(1)[0], torch.zeros(3)
     buffer = torch.empty(NBYTES, dtype=torch.uint8)
     streaming = streamer()
-    streaming.run([slice_], buffer, lambda updated: updated[0].state.update(moment=other))
+    streaming.run([slice_], buffer, lambda updated, state: state[updated[0].parameter].update(moment=other, new=3))
     streaming.close()
     assert slice_[0].state["moment"] is other
+    assert slice_[0].state["new"] == 3
 
 
 def test_the_next_slice_comes_while_one_is_updated() -> None:
@@ -131,7 +136,7 @@ def test_the_next_slice_comes_while_one_is_updated() -> None:
     streaming = streamer()
     came: list[bool] = []
 
-    def update(slice_: Sequence[ParameterState]) -> None:
+    def update(slice_: Sequence[ParameterState], state: State) -> None:
         deadline = time.monotonic() + 10
         there = buffer.view(torch.float32)[NBYTES // 4 : 2 * NBYTES // 4]
         while not (came or torch.equal(there, second)) and time.monotonic() < deadline:
@@ -149,9 +154,9 @@ def test_nothing_outside_of_the_buffer_is_touched() -> None:
     buffer = whole[2 * NBYTES : 5 * NBYTES]
     low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
 
-    def update(slice_: Sequence[ParameterState]) -> None:
-        assert all(low <= each.state["moment"].data_ptr() < high for each in slice_)
-        slice_[0].state["moment"].add_(1)
+    def update(slice_: Sequence[ParameterState], state: State) -> None:
+        assert all(low <= of["moment"].data_ptr() < high for of in state.values())
+        state[slice_[0].parameter]["moment"].add_(1)
 
     streaming = streamer()
     streaming.run(slices(9), buffer, update)
