@@ -31,6 +31,17 @@ def residence(pages: OnOneCore, weights: list[int]) -> Residence:
     return found
 
 
+@pytest.fixture
+def state(pages: OnOneCore, core: Core) -> int:
+    """State that lies in DRAM, as the first period begins."""
+    pages.more(64 * MiB)
+    core.state(True, most_hbm=0)
+    address = core.allocate(NBYTES)
+    core.state(False)
+    pages.begin()
+    return address
+
+
 def test_weights_are_placed_where_they_are_said_to_lie(residence: Residence, core: Core, weights: list[int]) -> None:
     residence.place(weights[:2], weights[2:])
     assert [residence.in_dram(weight) for weight in weights] == [True, True, False, False]
@@ -51,12 +62,7 @@ def test_of_a_block_that_lies_on_both_tiers_it_is_known_what_hbm_has(residence: 
     assert residence.longest_in_hbm(core.allocate(4 * MiB), 4 * MiB) == (0, 4 * MiB)
 
 
-def test_state_that_is_streamed_is_not_read_where_it_lies(pages: OnOneCore, core: Core) -> None:
-    pages.more(64 * MiB)
-    core.state(True, most_hbm=0)
-    state = core.allocate(NBYTES)
-    core.state(False)
-    pages.begin()
+def test_state_that_is_streamed_is_not_read_where_it_lies(pages: OnOneCore, core: Core, state: int) -> None:
     residence = pages.residence(GPU)
     assert residence is not None
 
@@ -109,12 +115,7 @@ def test_weights_are_demoted_after_the_first_step_that_needs_their_room(
     assert pages.overflow(GPU).nbytes == 0
 
 
-def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCore, core: Core) -> None:
-    pages.more(64 * MiB)
-    core.state(True, most_hbm=0)
-    state = core.allocate(NBYTES)
-    core.state(False)
-    pages.begin()
+def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCore, core: Core, state: int) -> None:
     for _ in range(PATIENCE - 1):
         step(core, 24 * MiB, 48 * MiB)
         pages.period_over()
@@ -122,13 +123,8 @@ def test_no_state_is_promoted_where_hbm_has_no_room_for_the_rest(pages: OnOneCor
     assert core.on(state, HBM) == 0
 
 
-def test_state_comes_back_to_pages_that_lie_idle_beside_the_layout(pages: OnOneCore, core: Core) -> None:
+def test_state_comes_back_to_pages_that_lie_idle_beside_the_layout(pages: OnOneCore, core: Core, state: int) -> None:
     """Requests that found their place taken have left them mapped, and none of them is needed again."""
-    pages.more(64 * MiB)
-    core.state(True, most_hbm=0)
-    state = core.allocate(NBYTES)
-    core.state(False)
-    pages.begin()
     for _ in range(2):
         step(core, 16 * MiB, 8 * MiB)
         pages.period_over()
@@ -143,13 +139,8 @@ def test_state_comes_back_to_pages_that_lie_idle_beside_the_layout(pages: OnOneC
 
 @pytest.mark.parametrize("long", [100, 1000])
 def test_state_comes_back_soon_after_there_is_room_however_long_there_was_none(
-    pages: OnOneCore, core: Core, long: int
+    pages: OnOneCore, core: Core, state: int, long: int
 ) -> None:
-    pages.more(64 * MiB)
-    core.state(True, most_hbm=0)
-    state = core.allocate(NBYTES)
-    core.state(False)
-    pages.begin()
     core.limit(HBM, 28 * MiB)
     for _ in range(long):
         step(core, 16 * MiB, 8 * MiB)
@@ -179,13 +170,10 @@ def test_no_state_is_demoted_while_plans_are_made_that_may_need_less(pages: OnOn
     assert core.on(state, HBM) == 0
 
 
-def test_what_state_lay_in_dram_is_known_after_the_program_has_freed_it(pages: OnOneCore, core: Core) -> None:
+def test_what_state_lay_in_dram_is_known_after_the_program_has_freed_it(
+    pages: OnOneCore, core: Core, state: int
+) -> None:
     """A run's numbers are taken when the program is over, and said that none did."""
-    pages.more(64 * MiB)
-    core.state(True, most_hbm=0)
-    state = core.allocate(NBYTES)
-    core.state(False)
-    pages.begin()
     step(core, 24 * MiB, 8 * MiB)
     pages.period_over()
     core.free(state)
