@@ -225,9 +225,9 @@ class PageAllocator:
         return sum(residence.overflow for residence in residences if residence.is_short)
 
     @property
-    def reads_dram(self) -> bool:
-        """Whether operators read more in DRAM in each step than next to nothing, besides weights that are streamed."""
-        nbytes = self.state_in_place + self.lasting_overflow
+    def uses_dram(self) -> bool:
+        """Whether more than next to nothing of a step lies in DRAM besides weights: no plan knows what that takes."""
+        nbytes = self.state_in_dram + self.lasting_overflow
         budgets = (periods.core.counts().hbm_limit for periods in self._known.values())
         return nbytes > 0 and not is_slight(nbytes, sum(budgets))
 

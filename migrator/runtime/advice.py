@@ -68,12 +68,12 @@ class Advice:
         return response.ahead, links.reduced(response.left)
 
     def _note_prediction(self, movers: Sequence[Mover]) -> None:
-        """Note what is predicted of an iteration, if all are of one kind, and operators read nothing in DRAM."""
+        """Note what is predicted of an iteration, if all are of one kind, and nothing lies in DRAM but weights."""
         learner = next((mover.learner for mover in movers if mover.learner.plans), None)
         predictions = () if learner is None or learner.varies else learner.predictions
         only = predictions[0] if len(predictions) == 1 else None
         is_known = only is not None and only.ideal and only.is_sure_of_ideal
-        is_known = is_known and not ((pages := self._pages()) and pages.reads_dram)
+        is_known = is_known and not ((pages := self._pages()) and pages.uses_dram)
         self._predicted = (only.ideal, only.seconds) if only is not None and is_known else (None, None)
 
     def _now(self) -> Now:

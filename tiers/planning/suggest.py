@@ -15,7 +15,7 @@ from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.compare import Candidate, Refused, compare
-from torch_tiers.planning.in_dram import read_in_dram
+from torch_tiers.planning.in_dram import lay_in_dram
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """What plans may fill, as shares of what the program needs."""
@@ -61,11 +61,11 @@ class Offer:
 
 
 def needed_of(trace: Trace, links: Links, stats: Mapping[str, Any]) -> tuple[int, str]:
-    """Bytes of HBM that an iteration needs with everything kept, and what of them lay in DRAM: see `read_in_dram`.
+    """Bytes of HBM that an iteration needs with everything kept, and what of them lay in DRAM: see `lay_in_dram`.
 
     Where state did, weights that lay there count, too: of neither the trace knows anything.
     """
-    return needs(trace, links) + (stats.get("demoted", 0) if stats.get("state_in_dram") else 0), read_in_dram(stats)
+    return needs(trace, links) + (stats.get("demoted", 0) if stats.get("state_in_dram") else 0), lay_in_dram(stats)
 
 
 def offers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,9 @@ def test_a_group_is_drawn_on_the_tier_that_it_goes_to() -> None:
 
 
 def test_the_parts_of_the_prediction_come_to_all_of_it(case: Planned) -> None:
-    assert sum(prediction.parts(case.why).values()) == pytest.approx(case.result.seconds, rel=1e-3)
+    assert sum(prediction.parts(case.why).values()) == pytest.approx(case.why.predicted, rel=1e-3)
+    streamed = replace(case.why, streaming=0.25, streaming_state=0.5)
+    assert sum(prediction.parts(streamed).values()) == pytest.approx(case.result.seconds + 0.75, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------- the steps

@@ -91,12 +91,15 @@ def test_the_command_is_for_the_allocator_that_the_run_had(tmp_path: Path, capsy
     assert "TIERS_ALLOCATOR=torch" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("in_place", [7 * GiB, 0])
 def test_where_optimizer_state_lay_in_dram_only_room_for_all_of_it_is_suggested(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What less of it there costs, no step of the run tells."""
+    """What less of it there costs, no step of the run tells, though it was streamed."""
     (tmp_path / "trace.json").write_text(trace_json.write(MODEL))
-    (tmp_path / "stats.json").write_text(json.dumps({**STATS, "demoted": 8 * GiB, "state_in_dram": 7 * GiB}))
+    (tmp_path / "stats.json").write_text(
+        json.dumps({**STATS, "demoted": 8 * GiB, "state_in_dram": 7 * GiB, "state_in_place": in_place})
+    )
     for named in (tmp_path, tmp_path / "trace.json"):
         assert main(["suggest", str(named)]) == 0
         assert "7.0 GiB of optimizer state lay in dram" in " ".join(capsys.readouterr().out.split())

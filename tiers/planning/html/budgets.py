@@ -22,7 +22,7 @@ def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | Non
     times_as_long : float or None
         How many times as long an iteration took in it as with all the HBM that it needs.
     in_dram : str
-        What operators read in DRAM; unless that is empty, what less HBM costs is not predicted.
+        What lay in DRAM; unless that is empty, what less HBM costs is not predicted.
     """
     name, title = "budgets", "Speed over budget"
     if isinstance(made, str):

@@ -24,6 +24,7 @@ _PARTS = {
     "waiting for lanes": COLOURS["stall"],
     "slower beside busy lanes": COLOURS["dram"],
     "waiting for the host": COLOURS["waiting"],
+    "waiting for what is streamed (measured)": COLOURS["other"],
 }
 Pairs = Mapping[str, tuple[float, float]]
 """Predicted and measured, by name."""
@@ -52,10 +53,11 @@ def prediction(of: Planned | None, stats: Mapping[str, Any]) -> Section:
 def parts(why: Why) -> dict[str, float]:
     """Return the seconds of the iteration that was predicted, by part."""
     result = why.result
+    streamed = why.streaming + why.streaming_state
     more = (result.recomputing, sum(result.stalls.values()), result.slowed, waiting_for_host(result))
     # What the device waits for a lane it may have waited for the host with everything kept: it counts once.
     kept = max(0.0, min(result.ideal, result.seconds - sum(more)))
-    return dict(zip(_PARTS, (kept, *more), strict=True))
+    return dict(zip(_PARTS, (kept, *more, streamed), strict=True))
 
 
 def _times(axes: Axes, why: Why) -> None:

@@ -32,7 +32,7 @@ class Pages:
     overflowed = 0
     state_in_dram = 0
     lasting_overflow = 0
-    reads_dram = False
+    uses_dram = False
     news = 0
     periods = 0
     lender: Callable[[int], int] | None = None
