@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
@@ -16,6 +16,9 @@ BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
     )
     if hasattr(optim, name)  # the newest are missing in older releases
 )
+
+Step: TypeAlias = Callable[[optim.Optimizer], Any]
+"""PyTorch's own step of an optimizer, without hooks and without a closure."""
 
 
 def may_be_split(optimizer: optim.Optimizer) -> bool:
@@ -50,19 +53,26 @@ def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
     return len(set(parameters)) < len(parameters) or len(set(storages)) < len(storages)
 
 
-def part_of(
-    optimizer: optim.Optimizer, parameters: Mapping[int, Sequence[Tensor]], state: Mapping[Tensor, Any] | None = None
-) -> optim.Optimizer:
-    """An optimizer of these parameters alone, by the number of their group, that is as `optimizer` in all else.
+def step_over(
+    parameters: Mapping[int, Sequence[Tensor]],
+    optimizer: optim.Optimizer,
+    step: Step,
+    state: Mapping[Tensor, Any] | None = None,
+) -> None:
+    """Have an optimizer update these parameters alone, by the number of their group, with `state` for its own.
 
-    Its steps update the parameters, and the state of `optimizer`, or `state` in its place. The program may look at its
-    own optimizer meanwhile, as a signal's handler does that saves it.
+    That is done by an optimizer that is as this one in all else. The program may look at its own meanwhile, as a
+    signal's handler does that saves it.
     """
     part = object.__new__(type(optimizer))
-    vars(part).update(vars(optimizer))
-    part.param_groups = [
+    attributes = vars(part)
+    attributes.update(vars(optimizer))
+    attributes["param_groups"] = [
         {**group, "params": list(parameters.get(index, ()))} for index, group in enumerate(optimizer.param_groups)
     ]
     if state is not None:
-        vars(part)["state"] = state
-    return part
+        attributes["state"] = state
+    step(part)
+    # What it knows of itself by now, such as that it has warned.
+    own = ("param_groups", "state")
+    vars(optimizer).update((name, value) for name, value in attributes.items() if name not in own)

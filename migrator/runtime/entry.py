@@ -23,6 +23,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.program import process_groups
+from torch_tiers.migrator.program.by_parameter import Step
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.runtime import optimizer_steps
 from torch_tiers.migrator.runtime.without_modules import WithoutModules
@@ -58,7 +59,7 @@ class Listener(Protocol):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
 
-    def run_step(self, optimizer: torch.optim.Optimizer, step: optimizer_steps.Step, /) -> Any:
+    def run_step(self, optimizer: torch.optim.Optimizer, step: Step, /) -> Any:
         """Make a step of an optimizer that updates each parameter by itself; `step` makes a whole one."""
 
     def forked(self) -> None:

@@ -6,17 +6,14 @@ import os
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from torch_tiers.migrator.program.by_parameter import BY_PARAMETER
-
-Step: TypeAlias = Callable[[Optimizer], Any]
-"""PyTorch's own step of an optimizer, without hooks and without a closure."""
+from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, Step
 
 _run: Callable[[Optimizer, Step], Any] | None = None
 _plain: dict[Any, Any] = {}  # by the functions of ours that stand before them

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
-from torch_tiers.migrator.program.by_parameter import may_be_split, part_of
+from torch_tiers.migrator.program.by_parameter import Step, may_be_split, step_over
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
-from torch_tiers.migrator.runtime.optimizer_steps import Step
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, by_group, those_in_dram
 from torch_tiers.migrator.state.slices import ABREAST, AT_ONCE, SLICE, buffer_bytes, cut, may_come
@@ -53,7 +52,7 @@ class StreamedState:
             return step(optimizer)
         others = list(all_but(optimizer, streamed))
         for slice_ in cut(others, [each.nbytes for each in others], AT_ONCE):
-            step(part_of(optimizer, by_group(slice_)))
+            step_over(by_group(slice_), optimizer, step)
         return None  # as without a closure
 
     def residence(self, device: torch.device) -> Residence | None:
@@ -77,7 +76,7 @@ class StreamedState:
         states = [each for each in states if each.nbytes <= buffer.numel()]
 
         def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
-            step(part_of(optimizer, by_group(slice_), state))
+            step_over(by_group(slice_), optimizer, step, state)
 
         streamer = self._streamer(device)
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, may_be_split, part_of
+from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, may_be_split, step_over
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:
@@ -38,7 +38,7 @@ def test_a_step_in_parts_is_a_step(kind: type[optim.Optimizer]) -> None:
         with_gradients(parts, step)
         of_whole.step()
         for chosen in ({0: parts[:1]}, {1: parts[2:]}, {1: parts[1:2]}):
-            part_of(of_parts, chosen).step()
+            step_over(chosen, of_parts, make.step)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
         for name, value in of_whole.state[one].items():
@@ -49,12 +49,15 @@ def test_the_programs_optimizer_is_as_ever_while_a_part_of_it_steps() -> None:
     of = parameters()
     optimizer = optim.SGD([{"params": of[:1], "lr": 0.5}, {"params": of[1:]}], lr=0.1, momentum=0.9)
     before = [group["params"] for group in optimizer.param_groups]
-    part = part_of(optimizer, {1: of[2:]})
-    assert [group["lr"] for group in part.param_groups] == [0.5, 0.1]
-    assert [len(group["params"]) for group in part.param_groups] == [0, 1]
     with_gradients(of, 0)
-    part.step()
-    assert all(group["params"] is whole for group, whole in zip(optimizer.param_groups, before, strict=True))
+
+    def step(part: optim.Optimizer) -> None:
+        assert [group["lr"] for group in part.param_groups] == [0.5, 0.1]
+        assert [len(group["params"]) for group in part.param_groups] == [0, 1]
+        assert all(group["params"] is whole for group, whole in zip(optimizer.param_groups, before, strict=True))
+        part.step()
+
+    step_over({1: of[2:]}, optimizer, step)
     assert list(optimizer.state) == [of[2]], "its state is one"
 
 
@@ -63,9 +66,19 @@ def test_a_part_may_have_another_state() -> None:
     optimizer = optim.SGD(of, lr=0.1, momentum=0.9)
     with_gradients(of, 0)
     state: dict[Tensor, Any] = {of[1]: {}}
-    part_of(optimizer, {0: of[1:2]}, state).step()
+    step_over({0: of[1:2]}, optimizer, optim.SGD.step, state)
     assert state[of[1]]["momentum_buffer"] is not None
     assert not optimizer.state
+
+
+def test_what_a_part_has_learned_of_itself_its_optimizer_knows() -> None:
+    optimizer = optim.SGD(parameters())
+
+    def warn(part: Any) -> None:
+        part.has_warned = True
+
+    step_over({}, optimizer, warn)
+    assert vars(optimizer)["has_warned"] is True
 
 
 class _Mine(optim.SGD):
