@@ -1,0 +1,174 @@
+"""Which state comes to HBM, and by which buffer: on a device whose memory is the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn, optim
+
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.migrator.runtime import streamed_state
+from torch_tiers.migrator.runtime.devices import Device, lanes
+from torch_tiers.migrator.runtime.streamed_state import StreamedState
+from torch_tiers.migrator.state import parameter_state
+from torch_tiers.migrator.streams.host import HostCompute
+from torch_tiers.migrator.telemetry.counters import Counters
+
+CPU = torch.device("cpu")
+NBYTES = 4 * KiB  # of a moment
+COUNT = 6  # parameters
+
+
+class Residence:
+    """All state lies in DRAM; of a buffer HBM has the bytes `in_hbm`."""
+
+    def __init__(self) -> None:
+        self.in_hbm: tuple[int, int] | None = None
+        self.streamed: dict[int, int] = {}
+
+    def in_dram(self, address: int) -> bool:
+        return True
+
+    def dram_bytes(self, address: int) -> int:
+        return NBYTES
+
+    def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
+        return self.in_hbm or (0, nbytes)
+
+    def note_streamed(self, nbytes: dict[int, int]) -> None:
+        self.streamed |= nbytes
+
+
+class Steps:
+    """An optimizer, and how its steps are made."""
+
+    def __init__(self, budget: int = 1 * MiB) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(NBYTES // 4)) for _ in range(COUNT)]
+        self.optimizer = optim.SGD(self.parameters, lr=0.1, momentum=0.9)
+        self.residence = Residence()
+        self.counters = Counters()
+        self.compute = HostCompute(self.counters)
+        device = Device(self.compute, *lanes(CPU, ("d2h", "h2d"), self.counters), budget)
+        pages = SimpleNamespace(state_in_dram=1, residence=lambda _: self.residence)
+        options: Any = SimpleNamespace(pages=lambda: pages)
+        devices: Any = SimpleNamespace(opened={CPU: device})
+        self.pages = pages
+        self.steps = StreamedState(lambda: options, devices, self.counters)
+        self.sizes: list[int] = []  # of parts, in parameters
+
+    def make(self, *, count: int = 2) -> None:
+        def step(part: optim.Optimizer) -> None:
+            self.sizes.append(len(part.param_groups[0]["params"]))
+            part.step()
+
+        for i in range(count):
+            torch.manual_seed(i)
+            for parameter in self.parameters:
+                parameter.grad = torch.randn_like(parameter)
+            self.sizes.clear()
+            self.steps(self.optimizer, step)
+
+    @property
+    def copied(self) -> int:
+        return self.counters.moved.get("state_read", 0)
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    with (
+        mock.patch.object(parameter_state, "LEAST", 64),
+        mock.patch.object(streamed_state, "SLICE", 2 * NBYTES),
+        mock.patch.object(streamed_state, "may_come", lambda nbytes, budget: 0 < nbytes <= budget // 16),
+    ):
+        yield
+
+
+def same_as_plain(steps: Steps) -> bool:
+    plain = Steps()
+    plain.pages.state_in_dram = 0
+    plain.make()
+    return all(map(torch.equal, steps.parameters, plain.parameters))
+
+
+def test_state_that_was_made_in_the_first_step_is_streamed_from_the_second_on() -> None:
+    steps = Steps()
+    steps.make()
+    assert steps.copied == COUNT * NBYTES
+    assert steps.sizes == [2, 2, 2]
+    assert sum(steps.residence.streamed.values()) == COUNT * NBYTES
+    assert same_as_plain(steps)
+
+
+def test_where_no_state_lies_in_dram_a_step_is_one() -> None:
+    steps = Steps()
+    steps.pages.state_in_dram = 0
+    steps.make()
+    assert (steps.copied, steps.sizes) == (0, [COUNT])
+
+
+@pytest.mark.parametrize(("first", "nbytes"), [(NBYTES, 3 * NBYTES), (512, NBYTES)])
+def test_of_a_buffer_that_lies_on_both_tiers_the_part_in_hbm_is_used(first: int, nbytes: int) -> None:
+    steps = Steps()
+    steps.residence.in_hbm = first, nbytes
+    steps.make()
+    assert steps.copied == COUNT * NBYTES
+    assert steps.sizes == [1] * COUNT, "slices are smaller"
+    assert same_as_plain(steps)
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES - 512])
+def test_where_hbm_has_no_room_for_any_slice_nothing_is_streamed(nbytes: int) -> None:
+    steps = Steps()
+    steps.residence.in_hbm = 0, nbytes
+    steps.make()
+    assert (steps.copied, steps.sizes, steps.residence.streamed) == (0, [COUNT], {})
+    assert same_as_plain(steps)
+
+
+def test_where_no_tier_has_room_for_the_buffer_the_step_is_made_without_one() -> None:
+    steps = Steps()
+    empty = steps.compute.empty
+
+    def refuses(nbytes: int) -> torch.Tensor:
+        if nbytes:
+            raise torch.OutOfMemoryError("every tier is full")
+        return empty(nbytes)
+
+    with mock.patch.object(steps.compute, "empty", refuses):
+        steps.make()
+    assert (steps.copied, steps.sizes) == (0, [COUNT])
+    assert same_as_plain(steps)
+
+
+def test_state_that_takes_too_much_of_the_budget_is_updated_where_it_lies() -> None:
+    steps = Steps(budget=16 * (NBYTES - 1))
+    steps.make()
+    assert (steps.copied, steps.sizes) == (0, [COUNT])
+
+
+def test_a_step_that_is_captured_is_one() -> None:
+    steps = Steps()
+    with mock.patch.object(steps.compute, "capturing", lambda: True):
+        steps.make()
+    assert (steps.copied, steps.sizes) == (0, [COUNT])
+
+
+def test_after_an_error_in_the_midst_of_a_step_the_next_one_is_made() -> None:
+    steps = Steps()
+    steps.make()
+
+    def fails(part: optim.Optimizer) -> None:
+        raise ValueError("in the midst")
+
+    with pytest.raises(ValueError, match="in the midst"):
+        steps.steps(steps.optimizer, fails)
+    before = steps.copied
+    steps.make(count=1)
+    assert steps.copied == before + COUNT * NBYTES
+    steps.steps.close()
