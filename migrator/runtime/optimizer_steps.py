@@ -18,7 +18,8 @@ from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, Step
 _run: Callable[[Optimizer, Step], Any] | None = None
 _plain: dict[Any, Any] = {}  # by the functions of ours that stand before them
 _thread = threading.local()  # `within`: whether it makes a step of ours
-_PYTORCH = os.path.dirname(torch.__file__) + os.sep
+# Where its own steps are, or what it decorates them with; Dynamo puts functions of its own before some, hooks included.
+_PYTORCHS = tuple(os.path.join(os.path.dirname(torch.__file__), name, "") for name in ("optim", "utils"))
 # Dynamo passes a function by, and sees what that calls.
 _PASSED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 _HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
@@ -87,7 +88,7 @@ def _is_hooked(step: Any) -> bool:
 
 def _is_pytorchs(step: Any) -> bool:
     code = getattr(step, "__code__", None)
-    return code is not None and code.co_filename.startswith(_PYTORCH)
+    return code is not None and code.co_filename.startswith(_PYTORCHS)
 
 
 def _without_hooks(kind: Any) -> Any:

@@ -196,13 +196,13 @@ def may_be_looked_at_while_they_step(device: torch.device) -> None:
         run = Run(device, "AdamW")
         run.steps(range(2))
         whole = run.optimizer.state_dict()["param_groups"]
-        plain = torch.optim.Adam._init_group
+        plain = torch.optim.AdamW._init_group
 
-        def look(self: torch.optim.Adam, *arguments: Any) -> Any:
+        def look(self: torch.optim.AdamW, *arguments: Any) -> Any:
             seen.append(run.optimizer.state_dict())
             return plain(self, *arguments)
 
-        with mock.patch.object(torch.optim.Adam, "_init_group", look):
+        with mock.patch.object(torch.optim.AdamW, "_init_group", look):
             run.optimizer.step()
     assert len(seen) > 2, "nothing was made in parts"
     for each in seen:

@@ -145,3 +145,19 @@ def test_a_function_that_somebody_has_put_before_a_step_stays(monkeypatch: pytes
     optimizer_steps.uninstall()
     assert seen == ["theirs", "hook"]
     assert optim.Rprop.step is theirs
+
+
+def test_a_function_that_dynamo_has_put_before_a_step_stays(calls: list[Any]) -> None:
+    """It does so with some optimizers when anything is compiled, and PyTorch's hooks are within it."""
+    optimizer_steps.uninstall()
+    optimizer = optim.ASGD([trained()])
+    hooked = optim.ASGD.step
+    disabled: Any = torch._dynamo.disable(hooked)
+    optim.ASGD.step = disabled
+    try:
+        optimizer_steps.install(lambda of, step: (calls.append(of), step(of))[1])
+        assert optim.ASGD.step is disabled
+        optimizer.step()
+        assert calls == []
+    finally:
+        optim.ASGD.step = hooked

@@ -31,6 +31,7 @@ class Pages:
 
     overflowed = 0
     state_in_dram = 0
+    state_in_place = 0
     lasting_overflow = 0
     uses_dram = False
     news = 0
