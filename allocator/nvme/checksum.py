@@ -122,9 +122,9 @@ class _Adder:
                 memory.free()
             raise
         before, self._held = self._held, held
+        self._memory = tuple(memory.tensor.view(torch.int64) for memory in held)
         for memory in before:  # nothing is at work on it: each sum is waited for
             memory.free()
-        self._memory = tuple(memory.tensor.view(torch.int64) for memory in held)
 
 
 @cache

@@ -11,7 +11,7 @@ from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.program.by_parameter import may_be_split
 from torch_tiers.migrator.saved.saver import Saver
-from torch_tiers.migrator.state.slices import SLICE, buffer_bytes, cut, may_come
+from torch_tiers.migrator.state.slices import buffer_bytes, may_come
 
 COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most that is common
 
@@ -38,5 +38,4 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
 def _buffer(trained: Iterable[Tensor], budget: int) -> int:
     """Bytes of the buffer by which state that lies in DRAM comes to HBM."""
     sizes = [COPIES * parameter.nbytes for parameter in weights.plain_tensors(trained)]
-    come = [nbytes for nbytes in sizes if may_come(nbytes, budget)]
-    return buffer_bytes([sum(slice_) for slice_ in cut(come, come, SLICE)])
+    return buffer_bytes([nbytes for nbytes in sizes if may_come(nbytes, budget)])

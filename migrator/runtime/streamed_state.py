@@ -15,7 +15,7 @@ from torch_tiers.migrator.program.by_parameter import Step, may_be_split, step_o
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, by_group, those_in_dram
-from torch_tiers.migrator.state.slices import ABREAST, AT_ONCE, SLICE, buffer_bytes, cut, may_come
+from torch_tiers.migrator.state.slices import AT_ONCE, buffer_bytes, cut, may_come, slice_bytes
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -65,14 +65,17 @@ class StreamedState:
     ) -> list[ParameterState]:
         """Update what lies in a device's DRAM, and return it."""
         shared = self._devices.opened[device]
+        in_dram: dict[int, int] = {}  # bytes, by address
 
         def lies_in_dram(tensor: Tensor) -> bool:
-            return tensor.device == device and residence.in_dram(tensor.data_ptr())
+            address = tensor.data_ptr()
+            in_dram[address] = residence.dram_bytes(address) if tensor.device == device else 0
+            return in_dram[address] > 0
 
         states = [each for each in those_in_dram(optimizer, lies_in_dram) if may_come(each.nbytes, shared.room)]
         if not states or shared.compute.capturing():
             return []
-        buffer, most = _buffer(states, shared, residence)
+        buffer = _buffer(states, shared, residence)
         states = [each for each in states if each.nbytes <= buffer.numel()]
 
         def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -80,13 +83,13 @@ class StreamedState:
 
         streamer = self._streamer(device)
         try:
-            streamer.run(cut(states, [each.nbytes for each in states], most), buffer, update)
+            streamer.run(cut(states, [each.nbytes for each in states], slice_bytes(buffer.numel())), buffer, update)
         except BaseException:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
         addresses = [tensor.data_ptr() for each in states for tensor in each.tensors.values()]
-        residence.note_streamed({address: residence.dram_bytes(address) for address in addresses})
+        residence.note_streamed({address: in_dram[address] for address in addresses})
         return states
 
     def _streamer(self, device: torch.device) -> StateStreamer:
@@ -104,13 +107,12 @@ class StreamedState:
             self._streamers.popitem()[1].close()
 
 
-def _buffer(states: Sequence[ParameterState], shared: Device, residence: Residence) -> tuple[Tensor, int]:
-    """A buffer in HBM for slices of these, and the most bytes that a slice is to have; empty if HBM is full."""
-    slices = [sum(each.nbytes for each in slice_) for slice_ in cut(states, [each.nbytes for each in states], SLICE)]
+def _buffer(states: Sequence[ParameterState], shared: Device, residence: Residence) -> Tensor:
+    """A buffer in HBM for slices of these; an empty one if HBM is full."""
     try:
-        whole = shared.compute.empty(buffer_bytes(slices))
+        whole = shared.compute.empty(buffer_bytes([each.nbytes for each in states]))
     except torch.OutOfMemoryError:  # in DRAM, too: the optimizer can do without
-        return shared.compute.empty(0), 0
+        return shared.compute.empty(0)
     # To copy from DRAM to DRAM is of no use: what of it came to lie in HBM has to do.
     first, nbytes = residence.longest_in_hbm(whole.data_ptr(), whole.numel())
-    return whole[first : first + nbytes], SLICE if nbytes == whole.numel() else nbytes // ABREAST
+    return whole[first : first + nbytes]

@@ -34,12 +34,18 @@ def cut(parts: Sequence[_Part], sizes: Sequence[int], most: int) -> Iterator[lis
         yield slice_
 
 
-def buffer_bytes(slices: Sequence[int]) -> int:
-    """Return the cheapest size of a buffer for slices of these sizes, in bytes.
+def slice_bytes(buffer: int) -> int:
+    """The most bytes that a slice is to have in a buffer of so many."""
+    return min(SLICE, buffer // ABREAST)
+
+
+def buffer_bytes(sizes: Sequence[int]) -> int:
+    """Return the cheapest size of a buffer for the state of parameters of these sizes, in bytes.
 
     Each byte of the buffer takes the place of a byte of state in HBM. A slice of which the buffer does not hold
     `ABREAST` comes when another has left, not meanwhile. The sum of both counts of bytes is least.
     """
+    slices = [sum(slice_) for slice_ in cut(sizes, sizes, SLICE)]
     largest = max(slices, default=0)
     buffers = {largest, *(max(largest, ABREAST * nbytes) for nbytes in slices)}
     return min(buffers, key=lambda buffer: (buffer + _alone(slices, buffer), buffer))

@@ -78,20 +78,19 @@ class StateStreamer:
         """
         stream = self._compute.stream()
         extents = ExtentMap(buffer.numel(), SLOT)
-        # Copies come after whoever wrote the state or had the buffer's memory, and after the slice that was in their
-        # place. Copies of a lane are over in order, so the last of these stands for all.
-        after = [self._compute.mark(stream)]
+        start = self._compute.mark(stream)  # of whoever wrote the state, and had the buffer's memory
         waiting, coming, written = deque(slices), deque[_Coming](), deque[_WrittenBack]()
         while waiting or coming:
             while waiting:
+                after = [start]
                 while (places := _places(waiting[0], extents, buffer)) is None and written:
                     back = written.popleft()
-                    after[1:] = [back.gone]
+                    after.append(back.gone)  # what was in its place comes first; and fails it, if that has failed
                     for place in back.places:
                         extents.free(place.extent)
                 if places is None:  # before the next slice is updated
                     break
-                ready = self._read.copy([_into(place, buffer) for place in places], tuple(after))
+                ready = self._read.copy([_into(place, buffer) for place in places], after)
                 coming.append(_Coming(waiting.popleft(), places, ready))
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
@@ -105,8 +104,8 @@ class StateStreamer:
             finally:  # some of it may be updated, and its parameters with it
                 pieces = [_out_of(place, buffer) for place in now.places]
                 written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
-        if written:
-            self._compute.wait(written[-1].gone, STALL, stream)
+        for back in written:
+            self._compute.wait(back.gone, STALL, stream)
 
     def close(self) -> None:
         """Wait for copies that are under way. No more may come."""

@@ -43,7 +43,7 @@ from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices, streamed_state
 from torch_tiers.migrator.runtime import streamed_weights as of_runtime
 from torch_tiers.migrator.saved import learning_room
-from torch_tiers.migrator.state import parameter_state
+from torch_tiers.migrator.state import parameter_state, slices
 from torch_tiers.migrator.streams.pieces import SLOT
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -208,11 +208,8 @@ def streamed() -> Iterator[None]:
 class _StateInDram:
     """Where all state seems to lie in DRAM, and all buffers in HBM."""
 
-    def in_dram(self, address: int) -> bool:
-        return True
-
     def dram_bytes(self, address: int) -> int:
-        return 0
+        return 1
 
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
         return SLOT, nbytes - SLOT  # the rest lies in DRAM
@@ -227,7 +224,7 @@ def state_streamed() -> Iterator[None]:
     with (
         mock.patch.object(streamed_state.StreamedState, "residence", lambda *_: _StateInDram()),
         mock.patch.object(parameter_state, "LEAST", 64),
-        mock.patch.object(streamed_state, "SLICE", 20 * KiB),
+        mock.patch.object(slices, "SLICE", 20 * KiB),
     ):
         yield
 

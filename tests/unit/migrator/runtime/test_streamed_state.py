@@ -15,7 +15,7 @@ from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.migrator.runtime import streamed_state
 from torch_tiers.migrator.runtime.devices import Device, lanes
 from torch_tiers.migrator.runtime.streamed_state import StreamedState
-from torch_tiers.migrator.state import parameter_state
+from torch_tiers.migrator.state import parameter_state, slices
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -30,9 +30,6 @@ class Residence:
     def __init__(self) -> None:
         self.in_hbm: tuple[int, int] | None = None
         self.streamed: dict[int, int] = {}
-
-    def in_dram(self, address: int) -> bool:
-        return True
 
     def dram_bytes(self, address: int) -> int:
         return NBYTES
@@ -83,7 +80,7 @@ class Steps:
 def small() -> Iterator[None]:
     with (
         mock.patch.object(parameter_state, "LEAST", 64),
-        mock.patch.object(streamed_state, "SLICE", 2 * NBYTES),
+        mock.patch.object(slices, "SLICE", 2 * NBYTES),
         mock.patch.object(streamed_state, "may_come", lambda nbytes, budget: 0 < nbytes <= budget // 16),
     ):
         yield

@@ -47,6 +47,16 @@ class Late:
         self.event.wait()
 
 
+class Failed:
+    """The event of a copy that has failed, as whoever waits for it is told."""
+
+    def __init__(self, copy: Event) -> None:
+        self.query = copy.query
+
+    def synchronize(self) -> None:
+        raise OSError("no copy")
+
+
 def of(tensors: dict[str, Tensor]) -> ParameterState:
     return ParameterState(0, torch.zeros(1), dict(tensors), tensors)
 
@@ -117,6 +127,26 @@ def test_what_was_updated_before_an_error_is_kept_as_it_is() -> None:
     assert torch.equal(second[0].tensors["moment"], before[1] + 1)
     assert torch.equal(third[0].tensors["moment"], before[2])
     assert second[0].state["moment"] is second[0].tensors["moment"]
+
+
+@pytest.mark.parametrize("fails", range(1, 7))
+def test_a_slice_that_cannot_be_copied_back_is_an_error(fails: int) -> None:
+    """Also where that is known long after: else its parameters were updated, and its state was not."""
+
+    class Fails(HostLane):
+        copies = 0
+
+        def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Any:
+            self.copies += 1
+            done = super().copy(pieces, after, behind)
+            return Failed(done) if self.copies == fails else done
+
+    counters = Counters()
+    counters.moved.update(read=0, write=0)
+    streaming = StateStreamer(HostCompute(counters), HostLane("read", counters), Fails("write", counters))
+    with pytest.raises(OSError, match="no copy"):
+        streaming.run(slices(6), torch.empty(3 * NBYTES, dtype=torch.uint8), lambda *_: None)
+    streaming.close()
 
 
 def test_what_an_optimizer_puts_in_the_place_of_its_state_stays() -> None:
