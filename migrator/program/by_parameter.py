@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
+
+from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 
 BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
     getattr(optim, name)
@@ -17,6 +19,10 @@ BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
     if hasattr(optim, name)  # the newest are missing in older releases
 )
 
+BY_ELEMENT = tuple(kind for kind in BY_PARAMETER if kind.__name__ not in ("Adafactor", "Muon", "Rprop"))
+"""Those of them that update each number by itself: of a DTensor each rank its own. Adafactor and Muon take means and
+products over a whole parameter; Rprop looks for numbers in it, which PyTorch refuses for shards."""
+
 Step: TypeAlias = Callable[[optim.Optimizer], Any]
 """PyTorch's own step of an optimizer, without hooks and without a closure."""
 
@@ -26,11 +32,13 @@ def may_be_split(optimizer: optim.Optimizer) -> bool:
 
     Optimizers choose their kernels by the types and devices of a group's parameters, and by whether a gradient of it is
     sparse. A part of a mixed group could get other kernels than the whole, so it is not split. Nor is a step that
-    updates something twice, whose order would be another.
+    updates something twice, whose order would be another. Nor one of DTensors for which ranks communicate: each rank
+    has its own parts, and their order would differ between ranks.
     """
     return (
         type(optimizer) in BY_PARAMETER
         and all(_are_alike(group) for group in optimizer.param_groups)
+        and _is_local(optimizer)
         and not _is_anything_shared(optimizer)
     )
 
@@ -40,16 +48,34 @@ def _are_alike(group: Mapping[str, Any]) -> bool:
     return (
         not group.get("differentiable")
         and len({parameter.device for parameter in parameters}) <= 1
-        and all(type(parameter) in (Tensor, nn.Parameter) for parameter in parameters)
+        and len({is_dtensor(parameter) for parameter in parameters}) <= 1
+        and all(own_memory(parameter) is not None for parameter in parameters)
         and all(p.grad is None or p.grad.layout is torch.strided for p in parameters)
+    )
+
+
+def _is_local(optimizer: optim.Optimizer) -> bool:
+    """Whether a step needs nothing of other ranks: each number of a DTensor is updated by what its rank has."""
+    distributed = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
+    if distributed and not isinstance(optimizer, BY_ELEMENT):
+        return False
+    return all(
+        not any(placement.is_partial() for placement in parameter.placements)
+        and all(
+            of.placements == parameter.placements and of.device_mesh == parameter.device_mesh
+            for of in (parameter.grad, *optimizer.state.get(parameter, {}).values())
+            if is_dtensor(of)
+        )
+        for parameter in distributed
     )
 
 
 def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
     """Whether a parameter comes twice, or two tensors of the state have one storage."""
-    parameters = [p.data_ptr() for group in optimizer.param_groups for p in group["params"] if p.numel()]
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    storages = [value.untyped_storage()._cdata for value in kept if isinstance(value, Tensor)]
+    own = (own_memory(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [memory.data_ptr() for memory in own if memory is not None and memory.numel()]
+    kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    storages = [memory.untyped_storage()._cdata for value in kept if (memory := own_memory(value)) is not None]
     return len(set(parameters)) < len(parameters) or len(set(storages)) < len(storages)
 
 

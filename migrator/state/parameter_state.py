@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.sizes import MiB, round_up
+from torch_tiers.migrator.program.subclasses import own_memory
 from torch_tiers.migrator.streams.pieces import SLOT
 
 LEAST = 1 * MiB  # bytes: smaller tensors are read where they lie, as a copy of one takes no less time
@@ -29,7 +30,7 @@ class ParameterState:
     state : dict
         The optimizer's state of the parameter; empty before the first step.
     tensors : dict of str to Tensor
-        The tensors of the state that may come to HBM, by name.
+        The tensors of the state that may come to HBM, by name: of a DTensor what this rank has.
     """
 
     group: int
@@ -70,13 +71,14 @@ def _all(optimizer: Optimizer) -> Iterator[ParameterState]:
             if parameter.grad is None:
                 continue
             state = optimizer.state.get(parameter, {})
-            tensors = {name: value for name, value in state.items() if _has_own_memory(value)}
+            memory = {name: own_memory(value) for name, value in state.items() if isinstance(value, Tensor)}
+            tensors = {name: tensor for name, tensor in memory.items() if tensor is not None and _may_come(tensor)}
             yield ParameterState(index, parameter, state, tensors)
 
 
-def _has_own_memory(value: object) -> bool:
-    """Whether it is a plain tensor, not a small one, and its storage holds nothing else."""
-    if type(value) is not Tensor or value.layout is not torch.strided:
+def _may_come(tensor: Tensor) -> bool:
+    """Whether it is not small, and its storage holds nothing else."""
+    if tensor.layout is not torch.strided:
         return False
-    nbytes = value.untyped_storage().nbytes()
-    return nbytes >= LEAST and nbytes == value.numel() * value.element_size() and value.storage_offset() == 0
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes >= LEAST and nbytes == tensor.numel() * tensor.element_size() and tensor.storage_offset() == 0

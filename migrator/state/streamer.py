@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_tiers.allocator.extents import Extent, ExtentMap
+from torch_tiers.migrator.program.subclasses import on_memory
 from torch_tiers.migrator.state.parameter_state import ParameterState
 from torch_tiers.migrator.streams import Compute, Event, Lane
 from torch_tiers.migrator.streams.pieces import SLOT, Piece
@@ -95,7 +96,7 @@ class StateStreamer:
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
             try:
-                copies = [_on(buffer, place) for place in now.places]
+                copies = [on_memory(place.of.state[place.name], _on(buffer, place)) for place in now.places]
                 state = {each.parameter: dict(each.state) for each in now.slice_}
                 for place, copy in zip(now.places, copies, strict=True):
                     state[place.of.parameter][place.name] = copy

@@ -21,9 +21,17 @@ from torch import nn
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)
-name, how = sys.argv[1:]
+name, how, sharded = sys.argv[1:]
 with torch.device("cuda"):
     model = nn.Sequential(*(nn.Linear(1024 + 64 * (i % 2), 1024 + 64 * ((i + 1) % 2)) for i in range(64)))  # 278 MiB
+if sharded:
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
 optimizer = getattr(torch.optim, name)(
     [{"params": list(model[:20].parameters()), "lr": 1e-3}, {"params": list(model[20:].parameters())}],
     lr=1e-4, **eval(how),
@@ -38,14 +46,17 @@ for i in range(14):
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    print(loss.item().hex(), norm.item().hex())
+    print(loss.item().hex(), (norm.full_tensor() if sharded else norm).item().hex())
 state = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
 for tensor in (*model.parameters(), *state):
-    print(tensor.double().sum().item().hex(), tensor.double().square().sum().item().hex())
+    numbers = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).double()
+    print(numbers.sum().item().hex(), numbers.square().sum().item().hex())
+if sharded:
+    dist.destroy_process_group()
 """
 
 
-def run(arguments: tuple[str, str], **environ: str) -> subprocess.CompletedProcess[str]:
+def run(arguments: tuple[str, str, str], **environ: str) -> subprocess.CompletedProcess[str]:
     plain = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TIERS_PLAN_CACHE": "0"}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
@@ -60,14 +71,22 @@ def run(arguments: tuple[str, str], **environ: str) -> subprocess.CompletedProce
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("AdamW", "{}"), ("AdamW", "{'fused': True}"), ("Adam", "{'foreach': False, 'amsgrad': True}")],
+    ("name", "how", "sharded"),
+    [
+        ("AdamW", "{}", ""),
+        ("AdamW", "{'fused': True}", ""),
+        ("Adam", "{'foreach': False, 'amsgrad': True}", ""),
+        ("AdamW", "{}", "fsdp2"),
+        ("AdamW", "{'fused': True}", "fsdp2"),
+    ],
 )
-def test_state_that_does_not_fit_is_updated_as_it_would_be(name: str, how: str, tmp_path: Path) -> None:
+def test_state_that_does_not_fit_is_updated_as_it_would_be(name: str, how: str, sharded: str, tmp_path: Path) -> None:
     budget = {"TIERS_HBM": str(BUDGET), "TIERS_DRAM": "8GiB", "TIERS_LEDGER": str(tmp_path / "ledger")}
-    done = run((name, how), TIERS_ALLOCATOR="pages", TIERS_RUN=str(tmp_path / "run"), TIERS_LOG="info", **budget)
+    done = run(
+        (name, how, sharded), TIERS_ALLOCATOR="pages", TIERS_RUN=str(tmp_path / "run"), TIERS_LOG="info", **budget
+    )
     print(done.stderr)
-    assert (done.returncode, done.stdout) == (0, run((name, how)).stdout), done.stderr
+    assert (done.returncode, done.stdout) == (0, run((name, how, sharded)).stdout), done.stderr
     stats = json.loads((tmp_path / "run" / "stats.json").read_text())
     assert stats["moved"]["state_read"] == stats["moved"]["state_write"] > 0
     assert stats["state_in_dram"] > 0

@@ -103,20 +103,27 @@ def flashneuron_leaves_dram_alone(device: torch.device) -> None:
     """As in its paper: from HBM to the drive and back, from the first step on that a plan is for.
 
     On a GPU a budget holds what libraries take, too, and what PyTorch's allocator reserves beyond what it hands out, so
-    that the model is larger there: it saves 4 MiB a layer. It has few parameters, as `train` keeps all gradients.
+    that the model is larger there: it saves 4 MiB a layer. No step's results stay in GPU memory: the plan is for what
+    the steps before it needed.
     """
     on_gpu = device.type == "cuda"
     depth, repeated = (160, 4) if on_gpu else (6, 1)
     session: Session | None = None
     counted: list[dict[str, int]] = []  # as each step begins; how many of them learn is not the same everywhere
 
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        if session is not None:
-            counted.append(session.stats()["moved"])
-        return model(x.view(-1, 64).repeat(repeated, 1)).square().mean()
-
     def program() -> list[bytes]:
-        return bits(train(perceptron(device, width=64, depth=depth), device, steps=12, loss_of=loss_of))
+        model = perceptron(device, width=64, depth=depth)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = []
+        for i in range(12):
+            if session is not None:
+                counted.append(session.stats()["moved"])
+            loss = model(batch(device, i).view(-1, 64).repeat(repeated, 1)).square().mean()
+            loss.backward()
+            results += bits([loss, *gradients(model)])
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
 
     with deterministic_kernels(), directly(device) as arguments:
         arguments |= {"tier": None, "policy": "flashneuron", "hbm": "480MiB" if on_gpu else "4MiB"}

@@ -33,6 +33,7 @@ from tests.scenarios import (
     moved,
     moving,
     perceptron,
+    state_streamed,
     streamed,
     train,
 )
@@ -187,24 +188,29 @@ def _train_streamed(rank: int, directory: str, device: str, how: str, with_tiers
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             results.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             optimizer.step()
-        for parameter in model.parameters():
-            results.append(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+        state = [value for of in optimizer.state.values() for value in of.values()]
+        for tensor in (*model.parameters(), *state):
+            results.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         return [result.detach().clone() for result in results]
 
     with deterministic_kernels(), ExitStack() as stack:
         if with_tiers:
             stack.enter_context(streamed())
+            stack.enter_context(state_streamed())
             session = stack.enter_context(tiers.session(allocator="torch", policy="keep", dram="64MiB"))
         results = steps()
         if with_tiers:
-            print(f"  rank {rank} of {how}: {moved(session).get('weights', 0)} bytes streamed", flush=True)
-            assert how != "ddp" or moved(session).get("weights", 0) > 0
+            counts = moved(session)
+            weights, state = counts.get("weights", 0), counts.get("state_read", 0)
+            print(f"  rank {rank} of {how}: {weights} bytes of weights and {state} of state streamed", flush=True)
+            assert how != "ddp" or weights > 0
+            assert state == counts["state_write"] > 0
     torch.save(results, Path(directory) / f"{how}-{with_tiers}-{rank}")
     dist.destroy_process_group()
 
 
-def weights_are_streamed_under_ddp_and_fsdp2_with_clipping(device: torch.device) -> None:
-    """Those that FSDP2 gathers come and go anyway, and are not streamed."""
+def weights_and_state_are_streamed_under_ddp_and_fsdp2_with_clipping(device: torch.device) -> None:
+    """Weights that FSDP2 gathers come and go anyway, and are not streamed."""
     with tempfile.TemporaryDirectory() as directory:
         for how, where in (("ddp", device), ("fsdp2", "cpu")):  # gloo has no reduce-scatter for GPUs
             for with_tiers in (False, True):

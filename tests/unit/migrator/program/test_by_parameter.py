@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_tiers.migrator.program.by_parameter import BY_PARAMETER, may_be_split, step_over
+from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, BY_PARAMETER, may_be_split, step_over
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:
@@ -123,3 +128,56 @@ def test_a_step_through_which_gradients_flow_is_not_split() -> None:
 
 def test_copies_of_an_optimizer_may_be_split_as_it_may() -> None:
     assert may_be_split(copy.deepcopy(optim.Adam(parameters())))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of two ranks, of which this is one; whoever waits for the other gets wrong numbers at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def distributed(plain: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return DTensor.from_local(plain, mesh, [placement], run_check=False)
+
+
+@pytest.mark.parametrize("kind", BY_ELEMENT, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_what_a_rank_has_of_dtensors_is_updated_in_parts(kind: Any, placement: Placement, mesh: DeviceMesh) -> None:
+    whole = parameters()
+    parts = [nn.Parameter(distributed(parameter.detach().clone(), mesh, placement)) for parameter in whole]
+    of_whole, of_parts = kind(whole), kind(parts)
+    for step in range(3):
+        with_gradients(whole, step)
+        for one, other in zip(whole, parts, strict=True):
+            assert one.grad is not None
+            other.grad = distributed(one.grad, mesh, placement)
+        of_whole.step()
+        assert may_be_split(of_parts)
+        for chosen in (parts[:1], parts[1:]):
+            step_over({0: chosen}, of_parts, kind.step)
+    for one, other in zip(whole, parts, strict=True):
+        assert isinstance(other, DTensor)
+        assert torch.equal(one, other.to_local())
+
+
+def test_a_step_for_which_ranks_communicate_is_not_split(mesh: DeviceMesh) -> None:
+    """Each rank would come to the same parameter at another time."""
+
+    shard = Shard(0)
+
+    def sharded(optimizer: Any, gradient: Placement) -> optim.Optimizer:
+        parameter = nn.Parameter(distributed(torch.randn(4, 4), mesh, shard))
+        parameter.grad = distributed(torch.randn(4 if gradient == shard else 8, 4), mesh, gradient)
+        made: optim.Optimizer = optimizer([parameter])
+        return made
+
+    assert may_be_split(sharded(optim.AdamW, shard))
+    assert not may_be_split(sharded(optim.AdamW, Replicate()))
+    assert not may_be_split(sharded(optim.AdamW, Partial()))
+    assert not may_be_split(sharded(optim.Adafactor, shard)), "it takes means over rows"
+
+
+def test_plain_and_distributed_parameters_of_one_group_are_not_split(mesh: DeviceMesh) -> None:
+    assert not may_be_split(optim.AdamW([*parameters(1), nn.Parameter(distributed(torch.ones(4), mesh, Shard(0)))]))
