@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.program import weights
-from torch_tiers.migrator.program.by_parameter import may_be_split
+from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, may_be_split
 from torch_tiers.migrator.saved.saver import Saver
-from torch_tiers.migrator.state.slices import buffer_bytes, may_come
+from torch_tiers.migrator.state.slices import SLICE, buffer_bytes, may_come
 
 COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most that is common
 
@@ -30,12 +30,14 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
             expected = COPIES * weights.bytes_on(device, weights.plain_tensors(trained))
             room = max(0, mover.budget - others)
             if room < expected and may_be_split(optimizer):
-                room = max(0, room - _buffer((p for p in trained if p.device == device), mover.budget))
+                on_it = (p for p in trained if p.device == device)
+                room = max(0, room - _buffer(on_it, mover.budget, may_be_cut=isinstance(optimizer, BY_ELEMENT)))
             rooms[device.index] = StateRoom(room, expected)
     return rooms
 
 
-def _buffer(trained: Iterable[Tensor], budget: int) -> int:
+def _buffer(trained: Iterable[Tensor], budget: int, *, may_be_cut: bool) -> int:
     """Bytes of the buffer by which state that lies in DRAM comes to HBM."""
     sizes = [COPIES * parameter.nbytes for parameter in weights.plain_tensors(trained)]
+    sizes = [min(nbytes, SLICE) for nbytes in sizes] if may_be_cut else sizes
     return buffer_bytes([nbytes for nbytes in sizes if may_come(nbytes, budget)])

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
-from torch_tiers.migrator.program.by_parameter import Step, may_be_split, step_over
+from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, may_be_split, step_over
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.state.chunks import chunks
 from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, by_group, those_in_dram
-from torch_tiers.migrator.state.slices import AT_ONCE, buffer_bytes, cut, may_come, slice_bytes
+from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, may_come, slice_bytes
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -65,6 +66,8 @@ class StreamedState:
     ) -> list[ParameterState]:
         """Update what lies in a device's DRAM, and return it."""
         shared = self._devices.opened[device]
+        if shared.compute.capturing():
+            return []
         in_dram: dict[int, int] = {}  # bytes, by address
 
         def lies_in_dram(tensor: Tensor) -> bool:
@@ -72,18 +75,22 @@ class StreamedState:
             in_dram[address] = residence.dram_bytes(address) if tensor.device == device else 0
             return in_dram[address] > 0
 
-        states = [each for each in those_in_dram(optimizer, lies_in_dram) if may_come(each.nbytes, shared.room)]
-        if not states or shared.compute.capturing():
+        in_parts = [(each, _parts(each, optimizer)) for each in those_in_dram(optimizer, lies_in_dram)]
+        in_parts = [
+            (each, parts) for each, parts in in_parts if all(may_come(part.nbytes, shared.room) for part in parts)
+        ]
+        if not in_parts:
             return []
-        buffer = _buffer(states, shared, residence)
-        states = [each for each in states if each.nbytes <= buffer.numel()]
+        buffer = _buffer([part.nbytes for _, parts in in_parts for part in parts], shared, residence)
+        in_parts = [(each, parts) for each, parts in in_parts if all(part.nbytes <= buffer.numel() for part in parts)]
+        states, coming = [each for each, _ in in_parts], [part for _, parts in in_parts for part in parts]
 
         def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
             step_over(by_group(slice_), optimizer, step, state)
 
         streamer = self._streamer(device)
         try:
-            streamer.run(cut(states, [each.nbytes for each in states], slice_bytes(buffer.numel())), buffer, update)
+            streamer.run(cut(coming, [each.nbytes for each in coming], slice_bytes(buffer.numel())), buffer, update)
         except BaseException:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
@@ -107,10 +114,15 @@ class StreamedState:
             self._streamers.popitem()[1].close()
 
 
-def _buffer(states: Sequence[ParameterState], shared: Device, residence: Residence) -> Tensor:
-    """A buffer in HBM for slices of these; an empty one if HBM is full."""
+def _parts(of: ParameterState, optimizer: Optimizer) -> list[ParameterState]:
+    """What of a parameter's state comes at once: no more than a slice, where the optimizer's update allows that."""
+    return chunks(of, SLICE) if isinstance(optimizer, BY_ELEMENT) else [of]
+
+
+def _buffer(sizes: Sequence[int], shared: Device, residence: Residence) -> Tensor:
+    """A buffer in HBM for slices of parts with these bytes; an empty one if HBM is full."""
     try:
-        whole = shared.compute.empty(buffer_bytes([each.nbytes for each in states]))
+        whole = shared.compute.empty(buffer_bytes(sizes))
     except torch.OutOfMemoryError:  # in DRAM, too: the optimizer can do without
         return shared.compute.empty(0)
     # To copy from DRAM to DRAM is of no use: what of it came to lie in HBM has to do.

@@ -19,14 +19,14 @@ LEAST = 1 * MiB  # bytes: smaller tensors are read where they lie, as a copy of 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The state of one parameter.
+    """The state of one parameter, or of a chunk of one.
 
     Attributes
     ----------
     group : int
         The number of the parameter's group in the optimizer.
     parameter : Tensor
-        The parameter. It has a gradient.
+        The parameter, or the chunk. It has a gradient.
     state : dict
         The optimizer's state of the parameter; empty before the first step.
     tensors : dict of str to Tensor
@@ -41,7 +41,7 @@ class ParameterState:
     @property
     def nbytes(self) -> int:
         """Bytes of a buffer that the tensors take."""
-        return sum(round_up(tensor.untyped_storage().nbytes(), SLOT) for tensor in self.tensors.values())
+        return sum(round_up(tensor.nbytes, SLOT) for tensor in self.tensors.values())
 
 
 def those_in_dram(optimizer: Optimizer, lies_in_dram: Callable[[Tensor], bool]) -> Iterator[ParameterState]:

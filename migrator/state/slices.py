@@ -9,14 +9,14 @@ from torch_tiers.allocator.sizes import MiB
 
 SLICE = 64 * MiB  # of state: its copies take a millisecond, and its calls a fraction of that
 ABREAST = 3  # slices: one comes, one is updated, one leaves
-LARGEST = 1 / 16  # of the budget: state of one parameter that is larger is read where it lies
+LARGEST = 1 / 16  # of the budget: state of one parameter that is larger, and not cut, is read where it lies
 AT_ONCE = 512 * MiB  # of state that does not come: an optimizer may take as much again while it updates that
 
 _Part = TypeVar("_Part")
 
 
 def may_come(nbytes: int, budget: int) -> bool:
-    """Whether the state of a parameter, of so many bytes, is brought to HBM for its update."""
+    """Whether the state of a parameter, or of a chunk, of so many bytes, is brought to HBM for its update."""
     return 0 < nbytes <= max(SLICE, budget * LARGEST)
 
 

@@ -120,7 +120,7 @@ def _places(slice_: Sequence[ParameterState], extents: ExtentMap, buffer: Tensor
     places: list[_Place] = []
     for each in slice_:
         for name, tensor in each.tensors.items():
-            extent = extents.allocate(tensor.untyped_storage().nbytes())
+            extent = extents.allocate(tensor.nbytes)
             if extent is None:
                 for place in places:
                     extents.free(place.extent)
@@ -130,13 +130,18 @@ def _places(slice_: Sequence[ParameterState], extents: ExtentMap, buffer: Tensor
 
 
 def _into(place: _Place, buffer: Tensor) -> Piece:
-    source = place.tensor.untyped_storage()
-    return Piece(buffer.untyped_storage(), place.at, source, 0, source.nbytes())
+    source, first = place.tensor.untyped_storage(), _first_byte(place.tensor)
+    return Piece(buffer.untyped_storage(), place.at, source, first, place.tensor.nbytes)
 
 
 def _out_of(place: _Place, buffer: Tensor) -> Piece:
-    target = place.tensor.untyped_storage()
-    return Piece(target, 0, buffer.untyped_storage(), place.at, target.nbytes())
+    target, first = place.tensor.untyped_storage(), _first_byte(place.tensor)
+    return Piece(target, first, buffer.untyped_storage(), place.at, place.tensor.nbytes)
+
+
+def _first_byte(tensor: Tensor) -> int:
+    """Where a tensor begins in its storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _take_over(

@@ -43,7 +43,7 @@ from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices, streamed_state
 from torch_tiers.migrator.runtime import streamed_weights as of_runtime
 from torch_tiers.migrator.saved import learning_room
-from torch_tiers.migrator.state import parameter_state, slices
+from torch_tiers.migrator.state import chunks, parameter_state, slices
 from torch_tiers.migrator.streams.pieces import SLOT
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -220,11 +220,13 @@ class _StateInDram:
 
 @contextmanager
 def state_streamed() -> Iterator[None]:
-    """Have all state of optimizers come through a buffer for its updates, as if it lay in DRAM."""
+    """Have all state of optimizers come through a buffer for its updates, in chunks, as if it lay in DRAM."""
     with (
         mock.patch.object(streamed_state.StreamedState, "residence", lambda *_: _StateInDram()),
         mock.patch.object(parameter_state, "LEAST", 64),
+        mock.patch.object(chunks, "ALIGNED", 256),
         mock.patch.object(slices, "SLICE", 20 * KiB),
+        mock.patch.object(streamed_state, "SLICE", 20 * KiB),
     ):
         yield
 

@@ -15,7 +15,7 @@ from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.migrator.runtime import streamed_state
 from torch_tiers.migrator.runtime.devices import Device, lanes
 from torch_tiers.migrator.runtime.streamed_state import StreamedState
-from torch_tiers.migrator.state import parameter_state, slices
+from torch_tiers.migrator.state import chunks, parameter_state, slices
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -44,9 +44,9 @@ class Residence:
 class Steps:
     """An optimizer, and how its steps are made."""
 
-    def __init__(self, budget: int = 1 * MiB) -> None:
+    def __init__(self, budget: int = 1 * MiB, times: int = 1) -> None:
         torch.manual_seed(0)
-        self.parameters = [nn.Parameter(torch.randn(NBYTES // 4)) for _ in range(COUNT)]
+        self.parameters = [nn.Parameter(torch.randn(times * NBYTES // 4)) for _ in range(COUNT)]
         self.optimizer = optim.SGD(self.parameters, lr=0.1, momentum=0.9)
         self.residence = Residence()
         self.counters = Counters()
@@ -81,13 +81,15 @@ def small() -> Iterator[None]:
     with (
         mock.patch.object(parameter_state, "LEAST", 64),
         mock.patch.object(slices, "SLICE", 2 * NBYTES),
+        mock.patch.object(streamed_state, "SLICE", 2 * NBYTES),
+        mock.patch.object(chunks, "ALIGNED", 256),
         mock.patch.object(streamed_state, "may_come", lambda nbytes, budget: 0 < nbytes <= budget // 16),
     ):
         yield
 
 
-def same_as_plain(steps: Steps) -> bool:
-    plain = Steps()
+def same_as_plain(steps: Steps, times: int = 1) -> bool:
+    plain = Steps(times=times)
     plain.pages.state_in_dram = 0
     plain.make()
     return all(map(torch.equal, steps.parameters, plain.parameters))
@@ -147,6 +149,14 @@ def test_state_that_takes_too_much_of_the_budget_is_updated_where_it_lies() -> N
     steps = Steps(budget=16 * (NBYTES - 1))
     steps.make()
     assert (steps.copied, steps.sizes) == (0, [COUNT])
+
+
+def test_a_parameter_that_is_larger_than_a_slice_comes_in_chunks_whatever_it_takes_of_the_budget() -> None:
+    steps = Steps(budget=32 * NBYTES, times=5)
+    steps.make()
+    assert steps.copied == 5 * COUNT * NBYTES
+    assert steps.sizes == [1] * 3 * COUNT, "two chunks of a slice, and one of the rest"
+    assert same_as_plain(steps, times=5)
 
 
 def test_a_step_that_is_captured_is_one() -> None:
