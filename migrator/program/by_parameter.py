@@ -19,9 +19,9 @@ BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
     if hasattr(optim, name)  # the newest are missing in older releases
 )
 
-BY_ELEMENT = tuple(kind for kind in BY_PARAMETER if kind.__name__ not in ("Adafactor", "Muon", "Rprop"))
-"""Those of them that update each number by itself: of a DTensor each rank its own. Adafactor and Muon take means and
-products over a whole parameter; Rprop looks for numbers in it, which PyTorch refuses for shards."""
+BY_ELEMENT = tuple(kind for kind in BY_PARAMETER if kind.__name__ not in ("Adafactor", "Muon"))
+"""Those of them that update each number by itself: a part of a parameter is updated as in the whole, and a shard by its
+rank alone. Adafactor and Muon take means and products over a whole parameter."""
 
 Step: TypeAlias = Callable[[optim.Optimizer], Any]
 """PyTorch's own step of an optimizer, without hooks and without a closure."""
@@ -57,7 +57,7 @@ def _are_alike(group: Mapping[str, Any]) -> bool:
 def _is_local(optimizer: optim.Optimizer) -> bool:
     """Whether a step needs nothing of other ranks: each number of a DTensor is updated by what its rank has."""
     distributed = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
-    if distributed and not isinstance(optimizer, BY_ELEMENT):
+    if distributed and type(optimizer) not in BY_ELEMENT:
         return False
     return all(
         not any(placement.is_partial() for placement in parameter.placements)
@@ -74,7 +74,7 @@ def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
     """Whether a parameter comes twice, or two tensors of the state have one storage."""
     own = (own_memory(parameter) for group in optimizer.param_groups for parameter in group["params"])
     parameters = [memory.data_ptr() for memory in own if memory is not None and memory.numel()]
-    kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    kept = (value for state in optimizer.state.values() for value in state.values())
     storages = [memory.untyped_storage()._cdata for value in kept if (memory := own_memory(value)) is not None]
     return len(set(parameters)) < len(parameters) or len(set(storages)) < len(storages)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+PLAIN = torch.Tensor, nn.Parameter, nn.Buffer
+"""The types of tensors that have memory of their own."""
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -44,25 +47,13 @@ def _scales_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Return whether it is distributed over ranks, each of which has a plain tensor of its own: under FSDP2 a shard."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # by whoever made one; to import it takes a second
+    loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes a second; until then there is no DTensor
     return loaded is not None and type(tensor) is loaded.DTensor
 
 
-def own_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the plain tensor that has its memory: itself, or what this rank has of a DTensor; None for any other."""
-    if is_dtensor(tensor):
-        parts = parts_of(tensor)
-        tensor = parts[0] if len(parts) == 1 else tensor
-    return tensor if type(tensor) in (torch.Tensor, nn.Parameter) else None
-
-
-def on_memory(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as `like` is, whose `own_memory` is this plain one."""
-    if not is_dtensor(like):
-        return memory
-    wrapper: Any = like
-    names, rest = wrapper.__tensor_flatten__()
-    told = {name: getattr(wrapper, name) for name in names}  # its mesh, too, in newer releases
-    inner = {name: memory if isinstance(part, torch.Tensor) else part for name, part in told.items()}
-    made: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, rest, like.size(), like.stride())
-    return made
+def own_memory(value: object) -> torch.Tensor | None:
+    """Return the plain tensor that has a tensor's memory: itself, or what this rank has of a DTensor; else None."""
+    if is_dtensor(value):
+        parts = parts_of(value)
+        value = parts[0] if len(parts) == 1 else None
+    return value if isinstance(value, torch.Tensor) and type(value) in PLAIN else None

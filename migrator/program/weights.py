@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.migrator.program import modules
-from torch_tiers.migrator.program.subclasses import parts_of
+from torch_tiers.migrator.program.subclasses import PLAIN, parts_of
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Those that have memory of their own; what others consist of stands for them."""
     for tensor in tensors:
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        if type(tensor) not in PLAIN:
             yield from plain_tensors(parts_of(tensor))
         # Within torch.func's transforms a module's parameters are wrappers that look plain and have no storage.
         elif tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):

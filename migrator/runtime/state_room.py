@@ -11,7 +11,7 @@ from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, may_be_split
 from torch_tiers.migrator.saved.saver import Saver
-from torch_tiers.migrator.state.slices import SLICE, buffer_bytes, may_come
+from torch_tiers.migrator.state.slices import buffer_bytes, in_chunks, largest
 
 COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most that is common
 
@@ -31,7 +31,7 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
             room = max(0, mover.budget - others)
             if room < expected and may_be_split(optimizer):
                 on_it = (p for p in trained if p.device == device)
-                room = max(0, room - _buffer(on_it, mover.budget, may_be_cut=isinstance(optimizer, BY_ELEMENT)))
+                room = max(0, room - _buffer(on_it, mover.budget, may_be_cut=type(optimizer) in BY_ELEMENT))
             rooms[device.index] = StateRoom(room, expected)
     return rooms
 
@@ -39,5 +39,5 @@ def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[i
 def _buffer(trained: Iterable[Tensor], budget: int, *, may_be_cut: bool) -> int:
     """Bytes of the buffer by which state that lies in DRAM comes to HBM."""
     sizes = [COPIES * parameter.nbytes for parameter in weights.plain_tensors(trained)]
-    sizes = [min(nbytes, SLICE) for nbytes in sizes] if may_be_cut else sizes
-    return buffer_bytes([nbytes for nbytes in sizes if may_come(nbytes, budget)])
+    parts = [in_chunks(nbytes) if may_be_cut else [nbytes] for nbytes in sizes]
+    return buffer_bytes([nbytes for of in parts for nbytes in of if nbytes <= largest(budget)])

@@ -1,22 +1,26 @@
-"""Makes the steps of optimizers whose state lies in DRAM slice by slice: see `migrator.state`."""
+"""Makes steps slice by slice for optimizers whose state lies in DRAM: see `migrator.state`."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, may_be_split, step_over
+from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.state import parameter_state
 from torch_tiers.migrator.state.chunks import chunks
 from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, by_group, those_in_dram
-from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, may_come, slice_bytes
+from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, largest, slice_bytes
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -44,7 +48,7 @@ class StreamedState:
         self._opening = threading.Lock()
 
     def __call__(self, optimizer: Optimizer, step: Step) -> Any:
-        """Make a step of an optimizer: first of what lies in DRAM, then of all else, in slices each."""
+        """Make a step: first over the parameters whose state comes to HBM, then over all others, in slices each."""
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
         if not found or not may_be_split(optimizer):
             return step(optimizer)
@@ -64,7 +68,7 @@ class StreamedState:
     def _stream(
         self, optimizer: Optimizer, step: Step, device: torch.device, residence: Residence
     ) -> list[ParameterState]:
-        """Update what lies in a device's DRAM, and return it."""
+        """Update the parameters of a device whose state comes from DRAM, and return their state."""
         shared = self._devices.opened[device]
         if shared.compute.capturing():
             return []
@@ -75,26 +79,32 @@ class StreamedState:
             in_dram[address] = residence.dram_bytes(address) if tensor.device == device else 0
             return in_dram[address] > 0
 
-        in_parts = [(each, _parts(each, optimizer)) for each in those_in_dram(optimizer, lies_in_dram)]
-        in_parts = [
-            (each, parts) for each, parts in in_parts if all(may_come(part.nbytes, shared.room) for part in parts)
-        ]
-        if not in_parts:
+        found = list(those_in_dram(optimizer, lies_in_dram))
+        parts = _parts(found, optimizer, SLICE, largest(shared.room))
+        if not any(parts):
             return []
-        buffer = _buffer([part.nbytes for _, parts in in_parts for part in parts], shared, residence)
-        in_parts = [(each, parts) for each, parts in in_parts if all(part.nbytes <= buffer.numel() for part in parts)]
-        states, coming = [each for each, _ in in_parts], [part for _, parts in in_parts for part in parts]
+        buffer = _buffer([part.nbytes for of in parts for part in of], shared, residence)
+        most = slice_bytes(buffer.numel())
+        if most < parameter_state.LEAST:  # a copy of less takes no less time
+            return []
+        if most < SLICE:  # few bytes come, or a part of the buffer lies in DRAM
+            parts = _parts(found, optimizer, most, buffer.numel())
+        states, coming = list(compress(found, parts)), [part for of in parts for part in of]
+        versions = [_version(each.parameter) for each in states]
 
         def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
             step_over(by_group(slice_), optimizer, step, state)
 
         streamer = self._streamer(device)
         try:
-            streamer.run(cut(coming, [each.nbytes for each in coming], slice_bytes(buffer.numel())), buffer, update)
+            streamer.run(cut(coming, [each.nbytes for each in coming], most), buffer, update)
         except BaseException:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
+        for each, version in zip(states, versions, strict=True):
+            if is_dtensor(each.parameter) and _version(each.parameter) != version:  # which only its shard has counted
+                increment_version(each.parameter)
         addresses = [tensor.data_ptr() for each in states for tensor in each.tensors.values()]
         residence.note_streamed({address: in_dram[address] for address in addresses})
         return states
@@ -114,9 +124,19 @@ class StreamedState:
             self._streamers.popitem()[1].close()
 
 
-def _parts(of: ParameterState, optimizer: Optimizer) -> list[ParameterState]:
-    """What of a parameter's state comes at once: no more than a slice, where the optimizer's update allows that."""
-    return chunks(of, SLICE) if isinstance(optimizer, BY_ELEMENT) else [of]
+def _parts(states: Sequence[ParameterState], optimizer: Optimizer, most: int, limit: int) -> list[list[ParameterState]]:
+    """For each of these the parts that come one after the other; none if one would take more bytes than the limit.
+
+    Chunks of at most so many bytes, if the optimizer updates each number by itself.
+    """
+    parts = [chunks(each, most) if type(optimizer) in BY_ELEMENT else [each] for each in states]
+    return [of if all(part.nbytes <= limit for part in of) else [] for of in parts]
+
+
+def _version(parameter: Tensor) -> int:
+    """How often what this rank has of a parameter was written."""
+    memory = own_memory(parameter)
+    return 0 if memory is None else memory._version
 
 
 def _buffer(sizes: Sequence[int], shared: Device, residence: Residence) -> Tensor:

@@ -1,6 +1,6 @@
-"""Cuts what an optimizer keeps for one parameter into chunks, for optimizers that update each number by itself.
+"""Cuts a parameter, with its gradient and its state, into chunks, for optimizers that update each number by itself.
 
-So a parameter of any size comes through a buffer of three slices, and its first chunk leaves while its last one comes.
+So state of any size comes through a buffer of a few slices, and its first chunk leaves while its last one comes.
 """
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_tiers.migrator.program.subclasses import own_memory
+from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.state.parameter_state import ParameterState
 
 ALIGNED = 1 << 14  # numbers: where a kernel takes several at once, a chunk begins where it would begin in the whole
 
 
 def chunks(of: ParameterState, most: int) -> list[ParameterState]:
-    """Return chunks of at most so many bytes of its tensors; it alone if it is no larger, or cannot be cut.
+    """Return chunks with at most so many bytes of state, in order; `[of]` if it is small enough, or cannot be cut.
 
-    A chunk's parameter, gradient and state are flat views; what is written there counts in the versions of the whole.
-    Of tensors of one number, such as a count of steps, all chunks but the last have copies: the whole counts once.
+    A chunk's tensors are flat views of the whole's. Each chunk but the last gets a copy of tensors without dimensions,
+    such as a number of steps, so that the whole counts once. A DTensor's chunks, even if it is one, are plain tensors:
+    an optimizer could not update them together with chunks of others else. There are none of it if it cannot be cut.
     """
-    parameter, gradient = own_memory(of.parameter), _own(of.parameter.grad)
-    if of.nbytes <= most or parameter is None or gradient is None or not _is_in_one_order(of, parameter, gradient):
+    parameter, gradient = own_memory(of.parameter), own_memory(of.parameter.grad)
+    distributed = is_dtensor(of.parameter)
+    if parameter is None or gradient is None or not _are_contiguous(of, parameter, gradient):
+        return [] if distributed else [of]
+    if of.nbytes <= most and not distributed:
         return [of]
     count = parameter.numel()
-    length = max(ALIGNED, most * count // of.nbytes // ALIGNED * ALIGNED)
+    length = max(ALIGNED, most * count // max(1, of.nbytes) // ALIGNED * ALIGNED)
     flat, flat_gradient = parameter.detach().view(-1), gradient.detach().view(-1)
     found = []
     for first in range(0, count, length):
@@ -37,9 +41,9 @@ def chunks(of: ParameterState, most: int) -> list[ParameterState]:
     return found
 
 
-def _is_in_one_order(of: ParameterState, parameter: Tensor, gradient: Tensor) -> bool:
-    """Whether parameter, gradient and all that is kept have their numbers in the same order, one after the other."""
-    kept = [_own(value) for value in of.state.values() if isinstance(value, Tensor)]
+def _are_contiguous(of: ParameterState, parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether all tensors with dimensions have the parameter's shape, and their numbers one after the other."""
+    kept = [own_memory(value) for value in of.state.values() if isinstance(value, Tensor)]
     return all(
         each is not None and (each.ndim == 0 or (each.size() == parameter.size() and each.is_contiguous()))
         for each in (parameter, gradient, *kept)
@@ -47,13 +51,9 @@ def _is_in_one_order(of: ParameterState, parameter: Tensor, gradient: Tensor) ->
 
 
 def _part(value: Any, numbers: slice, *, is_last: bool) -> Any:
-    memory = _own(value)
+    memory = own_memory(value)
     if memory is None:
         return value
     if memory.ndim:
         return memory.detach().view(-1)[numbers]
     return value if is_last else value.clone()
-
-
-def _own(value: object) -> Tensor | None:
-    return own_memory(value) if isinstance(value, Tensor) else None

@@ -71,13 +71,13 @@ def _all(optimizer: Optimizer) -> Iterator[ParameterState]:
             if parameter.grad is None:
                 continue
             state = optimizer.state.get(parameter, {})
-            memory = {name: own_memory(value) for name, value in state.items() if isinstance(value, Tensor)}
-            tensors = {name: tensor for name, tensor in memory.items() if tensor is not None and _may_come(tensor)}
+            memory = {name: own_memory(value) for name, value in state.items()}
+            tensors = {name: tensor for name, tensor in memory.items() if tensor is not None and _is_alone(tensor)}
             yield ParameterState(index, parameter, state, tensors)
 
 
-def _may_come(tensor: Tensor) -> bool:
-    """Whether it is not small, and its storage holds nothing else."""
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether its storage holds nothing else, and is not small."""
     if tensor.layout is not torch.strided:
         return False
     nbytes = tensor.untyped_storage().nbytes()

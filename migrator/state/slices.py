@@ -15,9 +15,14 @@ AT_ONCE = 512 * MiB  # of state that does not come: an optimizer may take as muc
 _Part = TypeVar("_Part")
 
 
-def may_come(nbytes: int, budget: int) -> bool:
-    """Whether the state of a parameter, or of a chunk, of so many bytes, is brought to HBM for its update."""
-    return 0 < nbytes <= max(SLICE, budget * LARGEST)
+def largest(budget: int) -> int:
+    """The most bytes of state that are brought to HBM at once, for a parameter that is not cut."""
+    return max(SLICE, int(budget * LARGEST))
+
+
+def in_chunks(nbytes: int) -> list[int]:
+    """The bytes of each chunk of a parameter's state, where it is cut."""
+    return [SLICE] * (nbytes // SLICE) + [nbytes % SLICE] * (nbytes % SLICE > 0)
 
 
 def cut(parts: Sequence[_Part], sizes: Sequence[int], most: int) -> Iterator[list[_Part]]:
@@ -40,10 +45,10 @@ def slice_bytes(buffer: int) -> int:
 
 
 def buffer_bytes(sizes: Sequence[int]) -> int:
-    """Return the cheapest size of a buffer for the state of parameters of these sizes, in bytes.
+    """Return the cheapest size of a buffer for parts of state of these sizes, in bytes.
 
-    Each byte of the buffer takes the place of a byte of state in HBM. A slice of which the buffer does not hold
-    `ABREAST` comes when another has left, not meanwhile. The sum of both counts of bytes is least.
+    Each byte of the buffer takes the place of a byte of state in HBM. A slice waits for another to leave if the buffer
+    does not hold `ABREAST` of its size. The sum of the buffer's bytes and of those that wait is least.
     """
     slices = [sum(slice_) for slice_ in cut(sizes, sizes, SLICE)]
     largest = max(slices, default=0)

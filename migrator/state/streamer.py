@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torch_tiers.allocator.extents import Extent, ExtentMap
-from torch_tiers.migrator.program.subclasses import on_memory
 from torch_tiers.migrator.state.parameter_state import ParameterState
 from torch_tiers.migrator.streams import Compute, Event, Lane
 from torch_tiers.migrator.streams.pieces import SLOT, Piece
@@ -23,7 +22,7 @@ STALL = "state"
 
 
 class _Place(NamedTuple):
-    """A tensor's place in the buffer, which begins at byte `at` of its storage."""
+    """A tensor's place in the buffer: it begins at byte `at` of the buffer's storage."""
 
     of: ParameterState
     name: str
@@ -72,7 +71,8 @@ class StateStreamer:
         """Call `update` for each slice while its tensors are in `buffer`, which is flat and holds each slice.
 
         It is given the slice and its state, by parameter, with the tensors that are in the buffer. The optimizer's own
-        state always has its own tensors. What else `update` puts into the state, the optimizer has afterwards.
+        state always has its own tensors. What else `update` puts into the state of a whole parameter, the optimizer has
+        afterwards.
 
         Once the present stream has passed this, the state is in DRAM again, and nobody uses the buffer. When this
         raises, call `close` before anybody else has the buffer's memory.
@@ -96,7 +96,7 @@ class StateStreamer:
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
             try:
-                copies = [on_memory(place.of.state[place.name], _on(buffer, place)) for place in now.places]
+                copies = [_on(buffer, place) for place in now.places]
                 state = {each.parameter: dict(each.state) for each in now.slice_}
                 for place, copy in zip(now.places, copies, strict=True):
                     state[place.of.parameter][place.name] = copy

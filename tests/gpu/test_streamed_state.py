@@ -24,7 +24,8 @@ torch.use_deterministic_algorithms(True)
 name, how, sharded = sys.argv[1:]
 with torch.device("cuda"):
     layers = [nn.Linear(1024 + 64 * (i % 2), 1024 + 64 * ((i + 1) % 2)) for i in range(64)]
-    model = nn.Sequential(*layers, nn.Linear(1024, 12288))  # 326 MiB, of which the last layer's state comes in chunks
+    large = nn.Linear(12288, 1024)  # whose state comes in chunks, the last one together with what follows
+    model = nn.Sequential(large, *layers)  # 326 MiB
 if sharded:
     from torch import distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -37,7 +38,7 @@ optimizer = getattr(torch.optim, name)(
     [{"params": list(model[:20].parameters()), "lr": 1e-3}, {"params": list(model[20:].parameters())}],
     lr=1e-4, **eval(how),
 )
-inputs = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(i)).cuda() for i in range(4)]
+inputs = [torch.randn(64, 12288, generator=torch.Generator().manual_seed(i)).cuda() for i in range(4)]
 scaler = torch.amp.GradScaler(init_scale=1024.0)
 for i in range(14):
     loss = model(inputs[i % 4]).square().mean() * (float("inf") if i == 9 else 1)

@@ -175,7 +175,8 @@ def _train_streamed(rank: int, directory: str, device: str, how: str, with_tiers
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # `foreach` takes no plain tensors together with DTensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=how == "fsdp2" or None)
 
     def steps() -> list[Tensor]:
         results = []

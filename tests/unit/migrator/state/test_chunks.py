@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, step_over
 from torch_tiers.migrator.state import chunks as of_chunks
@@ -17,10 +19,11 @@ from torch_tiers.migrator.state.parameter_state import ParameterState
 
 SHAPE = 37, 101
 KINDS: list[tuple[Any, dict[str, Any]]] = [
-    *((kind, {}) for kind in BY_ELEMENT),
-    *((kind, {"foreach": True}) for kind in BY_ELEMENT),
+    *((kind, {}) for kind in BY_ELEMENT if kind is not optim.SGD),  # which keeps nothing
+    *((kind, {"foreach": True}) for kind in BY_ELEMENT if kind is not optim.SGD),
     *((kind, {how: True}) for kind in (optim.Adam, optim.AdamW) for how in ("fused", "amsgrad")),
     *((optim.SGD, {"momentum": 0.9, how: True}) for how in ("foreach", "fused", "nesterov")),
+    (optim.SGD, {"momentum": 0.9}),
     (optim.RMSprop, {"momentum": 0.5, "centered": True}),
 ]
 
@@ -54,24 +57,24 @@ def test_a_step_in_chunks_is_a_step(kind: Any, how: dict[str, Any]) -> None:
     torch.manual_seed(0)
     whole = nn.Parameter(torch.randn(SHAPE))
     other = nn.Parameter(whole.detach().clone())
-    of_whole, of_chunks_ = kind([whole], **how), kind([other], **how)
+    of_whole, in_parts = kind([whole], **how), kind([other], **how)
     step: Step = getattr(kind.step, "__wrapped__", kind.step)
     for number in range(4):
         with_gradients([whole], number)
         with_gradients([other], number)
         of_whole.step()
-        if number == 0 or not of_chunks_.state[other]:
-            of_chunks_.step()
+        if number == 0:
+            in_parts.step()
             continue
-        all_ = state_of(of_chunks_, other)
+        all_ = state_of(in_parts, other)
         parts = chunks(all_, all_.nbytes // 7)
         assert len(parts) >= 7
         for part in parts:
-            step_over({0: [part.parameter]}, of_chunks_, step, {part.parameter: part.state})
+            step_over({0: [part.parameter]}, in_parts, step, {part.parameter: part.state})
     assert torch.equal(whole, other)
     assert (other._version > 0) == (whole._version > 0), "writes count in the parameter's version, as far as any do"
     for name, value in of_whole.state[whole].items():
-        kept = of_chunks_.state[other][name]
+        kept = in_parts.state[other][name]
         assert torch.equal(value, kept) if isinstance(value, Tensor) else value == kept, name
 
 
@@ -89,7 +92,7 @@ def test_what_is_no_larger_stays_whole() -> None:
     assert chunks(all_, all_.nbytes) == [all_]
 
 
-def test_what_lies_in_another_order_than_its_gradient_stays_whole() -> None:
+def test_what_is_not_contiguous_or_has_such_a_gradient_stays_whole() -> None:
     turned = nn.Parameter(torch.randn(SHAPE).t())
     assert len(chunks(adam(turned), 4096)) == 1
     plain = nn.Parameter(torch.randn(SHAPE))
@@ -99,7 +102,19 @@ def test_what_lies_in_another_order_than_its_gradient_stays_whole() -> None:
 
 
 def test_what_has_state_of_another_shape_stays_whole() -> None:
-    """As of Adafactor, which keeps a number for each row and each column."""
+    """As of Adafactor, which keeps a number for each row."""
     all_ = adam(nn.Parameter(torch.randn(SHAPE)))
     all_.state["row"] = torch.zeros(SHAPE[0], 1)
     assert chunks(all_, 4096) == [all_]
+
+
+def test_of_a_dtensor_there_are_plain_chunks_of_what_this_rank_has(mesh: DeviceMesh) -> None:
+    """Or none: plain tensors and DTensors are not updated together."""
+    shard = torch.randn(SHAPE)
+    distributed = nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False))
+    distributed.grad = DTensor.from_local(torch.ones(SHAPE), mesh, [Shard(0)], run_check=False)
+    (chunk,) = chunks(ParameterState(0, distributed, {}, {}), 1 << 20)
+    assert type(chunk.parameter) is type(chunk.parameter.grad) is Tensor
+    assert torch.equal(chunk.parameter, shard.flatten())
+    distributed.grad = DTensor.from_local(torch.ones(SHAPE[::-1]).t(), mesh, [Shard(0)], run_check=False)
+    assert chunks(ParameterState(0, distributed, {}, {}), 1 << 20) == []

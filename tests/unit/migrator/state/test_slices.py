@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.state.slices import ABREAST, SLICE, buffer_bytes, cut, may_come
+from torch_tiers.migrator.state.slices import ABREAST, SLICE, buffer_bytes, cut, in_chunks, largest
 
 SIZES = st.lists(st.integers(1, 200), max_size=40)
 
@@ -46,6 +46,12 @@ def test_what_has_no_slices_has_no_buffer() -> None:
 
 
 def test_state_that_takes_much_of_the_budget_stays_where_it_lies() -> None:
-    assert may_come(SLICE, 1 * MiB), "a slice always may"
-    assert may_come(1 * GiB, 16 * GiB)
-    assert not may_come(2 * GiB, 16 * GiB)
+    assert largest(1 * MiB) == SLICE, "a slice always may come"
+    assert largest(16 * GiB) == 1 * GiB
+
+
+@given(st.integers(0, 5 * SLICE))
+def test_chunks_are_all_of_it_and_slices_but_for_the_last(nbytes: int) -> None:
+    chunks = in_chunks(nbytes)
+    assert sum(chunks) == nbytes
+    assert all(chunk == SLICE for chunk in chunks[:-1]) and all(0 < chunk <= SLICE for chunk in chunks)
