@@ -111,6 +111,11 @@ class PageAllocator:
         periods = self._of(device.index) if device.type == "cuda" else None
         return periods.core.counts().hbm_limit if periods is not None else 0
 
+    def in_use(self, device: torch.device) -> int:
+        """Bytes of a GPU's memory that are in use, on all tiers; 0 before its first request."""
+        periods = self._of(device.index)
+        return periods.core.counts().allocated if periods is not None else 0
+
     def free_beyond(self, device: torch.device) -> int:
         """Bytes of a GPU that are free beyond its budget, less a margin for what is not made by PyTorch."""
         periods = self._of(device.index)

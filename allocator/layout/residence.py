@@ -107,6 +107,11 @@ class Residence:
             if self.in_dram(address) and not self._move(address, HBM):
                 break
 
+    def make_room(self, nbytes: int) -> None:
+        """Demote state at once, as HBM lacks so many bytes. Not within a forward or a backward."""
+        self._move_some({}, nbytes)
+        self.state = int(self._core.glance().dram_state)
+
     def is_due(self, dram: int, spilled: int) -> bool:
         """Whether `period_over` will look for what to promote, after a period with so many bytes in DRAM."""
         return dram > 0 and not spilled and self._periods + 1 >= self._patience

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.program.by_parameter import Step
 from torch_tiers.migrator.recompute.replays import Replay
-from torch_tiers.migrator.runtime import optimizer_steps
+from torch_tiers.migrator.runtime import optimizer_loads, optimizer_steps
 from torch_tiers.migrator.runtime.without_modules import WithoutModules
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
@@ -58,6 +59,9 @@ class Listener(Protocol):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
+
+    def loading(self, optimizer: torch.optim.Optimizer, /) -> AbstractContextManager[None]:
+        """An optimizer loads its state within this scope."""
 
     def run_step(self, optimizer: torch.optim.Optimizer, step: Step, /) -> Any:
         """Make a step of an optimizer that updates each parameter by itself; `step` makes a whole one."""
@@ -106,6 +110,7 @@ def install(listener: Listener) -> None:
         _stand_before_calls()
         _stand_before_backwards()
         optimizer_steps.install(listener.run_step)
+        optimizer_loads.install(listener.loading)
         peaks.install()
         process_groups.install()
         _keep_dynamo_out()
@@ -126,6 +131,7 @@ def uninstall() -> None:
     _stand_aside()
     _leave_backwards()
     optimizer_steps.uninstall()
+    optimizer_loads.uninstall()
     peaks.uninstall()
     process_groups.uninstall()
 
@@ -329,6 +335,7 @@ def _after_fork() -> None:
         _active, _left_behind = None, True
         _take_the_long_way()
         optimizer_steps.uninstall()
+        optimizer_loads.uninstall()
 
 
 def _say_left_behind() -> None:

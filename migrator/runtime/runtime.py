@@ -30,10 +30,10 @@ from torch_tiers.migrator.runtime.devices import Devices, has_tiers
 from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
+from torch_tiers.migrator.runtime.placed_state import FIRST_STEPS, PlacedState
 from torch_tiers.migrator.runtime.progress import Progress
 from torch_tiers.migrator.runtime.savers import Savers, make_way
 from torch_tiers.migrator.runtime.share_of_need import settle_budgets
-from torch_tiers.migrator.runtime.state_room import state_rooms
 from torch_tiers.migrator.runtime.streamed_state import StreamedState
 from torch_tiers.migrator.runtime.streaming import Streaming
 from torch_tiers.migrator.saved.garbage import Allowance
@@ -43,8 +43,6 @@ from torch_tiers.migrator.saved.tensors import Calls, HookTensors
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
-
-FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 
 class Runtime:
@@ -69,6 +67,8 @@ class Runtime:
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         self.run_step = StreamedState(lambda: self.options, self._devices, self._counters)
+        self._state = PlacedState(lambda: self.options.pages(), self._savers, self._streaming.moving)
+        self.loading = self._state.loading
         self._optimizers = Optimizers()
         self._allowance = Allowance()
         self._pid = os.getpid()
@@ -288,16 +288,11 @@ class Runtime:
         """Take note that an optimizer begins a step."""
         self._streaming.stepping()
         self._optimizers.stepping(optimizer)
-        self._time.timed(self._set_state, optimizer, True)
-
-    def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
-        new = optimizer not in self._optimizers
-        if (new or self._progress.steps < FIRST_STEPS) and (pages := self.options.pages()) is not None:
-            pages.state(on, state_rooms(optimizer, self._savers.thread.saver) if on and new else {})
+        self._time.timed(self._state.stepping, optimizer, self._progress.steps)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer has made a step."""
-        self._time.timed(self._set_state, optimizer, False)
+        self._time.timed(self._state.stepped, optimizer)
         leads, counts = self._optimizers.stepped(optimizer)
         if leads:
             self._streaming.stepped()

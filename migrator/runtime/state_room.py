@@ -1,13 +1,14 @@
-"""How much HBM an optimizer's state may take, found when it makes its first step."""
+"""How much HBM an optimizer's state may take: once an iteration was recorded, and before that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from torch_tiers.allocator.pages import StateRoom
+from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, may_be_split
 from torch_tiers.migrator.saved.saver import Saver
@@ -16,28 +17,66 @@ from torch_tiers.migrator.state.slices import buffer_bytes, in_chunks, largest
 COPIES = 2  # of each parameter that trains: what Adam keeps, which is the most that is common
 
 
-def state_rooms(optimizer: torch.optim.Optimizer, saver: Saver | None) -> dict[int, StateRoom]:
+def state_rooms(optimizer: Optimizer, saver: Saver | None) -> dict[int, StateRoom]:
     """Return the room of each GPU by its number, if this thread's iteration there is recorded.
 
     All that the last forward and backward used stays in HBM, except saved tensors, which can move.
     """
+    recorded = _recorded(saver)
+    return {device.index: _room(optimizer, device, budget, budget - others) for device, budget, others in recorded}
+
+
+def shortages(optimizer: Optimizer, saver: Saver | None) -> dict[int, int]:
+    """Return the bytes by which the last forward and backward exceeded each GPU's budget, beside state in HBM."""
+    found = {}
+    for device, budget, others in _recorded(saver):
+        if others > budget:
+            found[device.index] = others - budget + _buffer_bytes(optimizer, device, budget)
+    return found
+
+
+def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[int, StateRoom]:
+    """Return the room of each GPU by its number that what is there now leaves, and gradients as large as the weights.
+
+    What activations need is not known before an iteration. It makes up for that with `shortages`.
+    """
     rooms = {}
+    for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
+        if device.type == "cuda" and (budget := pages.limit(device)):
+            gradients = weights.bytes_on(device, _trained(optimizer, device, without_gradient=True))
+            rooms[device.index] = _room(optimizer, device, budget, budget - pages.in_use(device) - gradients)
+    return rooms
+
+
+def _recorded(saver: Saver | None) -> Iterator[tuple[torch.device, int, int]]:
+    """The GPUs on which an iteration is recorded, the budget, and the most in use so far without saved tensors."""
     for mover in saver.movers.armed if saver is not None else ():
         device, meter = mover.engine.compute.device, mover.engine.meter
         others = 0 if meter is None else meter.others_so_far()
         if device.type == "cuda" and others:
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            expected = COPIES * weights.bytes_on(device, weights.plain_tensors(trained))
-            room = max(0, mover.budget - others)
-            if room < expected and may_be_split(optimizer):
-                on_it = (p for p in trained if p.device == device)
-                room = max(0, room - _buffer(on_it, mover.budget, may_be_cut=type(optimizer) in BY_ELEMENT))
-            rooms[device.index] = StateRoom(room, expected)
-    return rooms
+            yield device, mover.budget, others
 
 
-def _buffer(trained: Iterable[Tensor], budget: int, *, may_be_cut: bool) -> int:
-    """Bytes of the buffer by which state that lies in DRAM comes to HBM."""
-    sizes = [COPIES * parameter.nbytes for parameter in weights.plain_tensors(trained)]
-    parts = [in_chunks(nbytes) if may_be_cut else [nbytes] for nbytes in sizes]
+def _room(optimizer: Optimizer, device: torch.device, budget: int, free: int) -> StateRoom:
+    """The room for state in so many free bytes; a buffer takes a part of them, if not all of it has room."""
+    expected = COPIES * weights.bytes_on(device, _trained(optimizer, device))
+    if free < expected:
+        free -= _buffer_bytes(optimizer, device, budget)
+    return StateRoom(max(0, free), expected)
+
+
+def _buffer_bytes(optimizer: Optimizer, device: torch.device, budget: int) -> int:
+    """Bytes of the buffer by which state that lies in DRAM comes to HBM; 0 if none does."""
+    if not may_be_split(optimizer):
+        return 0
+    sizes = [COPIES * tensor.nbytes for tensor in _trained(optimizer, device)]
+    parts = [in_chunks(nbytes) if type(optimizer) in BY_ELEMENT else [nbytes] for nbytes in sizes]
     return buffer_bytes([nbytes for of in parts for nbytes in of if nbytes <= largest(budget)])
+
+
+def _trained(optimizer: Optimizer, device: torch.device, *, without_gradient: bool = False) -> Iterator[Tensor]:
+    """The plain tensors of a device that an optimizer trains; or those of them that have no gradient now."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        wanted = parameter.requires_grad and parameter.device == device
+        if wanted and not (without_gradient and parameter.grad is not None):
+            yield from weights.plain_tensors([parameter])

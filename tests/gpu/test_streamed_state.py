@@ -21,7 +21,7 @@ from torch import nn
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)
-name, how, sharded = sys.argv[1:]
+name, how, sharded, loaded = sys.argv[1:]
 with torch.device("cuda"):
     layers = [nn.Linear(1024 + 64 * (i % 2), 1024 + 64 * ((i + 1) % 2)) for i in range(64)]
     large = nn.Linear(12288, 1024)  # whose state comes in chunks, the last one together with what follows
@@ -38,6 +38,15 @@ optimizer = getattr(torch.optim, name)(
     [{"params": list(model[:20].parameters()), "lr": 1e-3}, {"params": list(model[20:].parameters())}],
     lr=1e-4, **eval(how),
 )
+if loaded:  # as of a checkpoint
+    numbers = torch.Generator().manual_seed(1)
+    groups = optimizer.state_dict()["param_groups"]
+    kept = {
+        i: {"step": torch.tensor(5.0), **{k: torch.rand(p.shape, generator=numbers) for k in ("exp_avg", "exp_avg_sq")}}
+        for i, p in enumerate(model.parameters())
+    }
+    optimizer.load_state_dict({"state": kept, "param_groups": groups})
+    del kept
 inputs = [torch.randn(64, 12288, generator=torch.Generator().manual_seed(i)).cuda() for i in range(4)]
 scaler = torch.amp.GradScaler(init_scale=1024.0)
 for i in range(14):
@@ -58,7 +67,7 @@ if sharded:
 """
 
 
-def run(arguments: tuple[str, str, str], **environ: str) -> subprocess.CompletedProcess[str]:
+def run(arguments: tuple[str, str, str, str], **environ: str) -> subprocess.CompletedProcess[str]:
     plain = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TIERS_PLAN_CACHE": "0"}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
@@ -73,22 +82,25 @@ def run(arguments: tuple[str, str, str], **environ: str) -> subprocess.Completed
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "how", "sharded"),
+    ("name", "how", "sharded", "loaded"),
     [
-        ("AdamW", "{}", ""),
-        ("AdamW", "{'fused': True}", ""),
-        ("Adam", "{'foreach': False, 'amsgrad': True}", ""),
-        ("AdamW", "{}", "fsdp2"),
-        ("AdamW", "{'fused': True}", "fsdp2"),
+        ("AdamW", "{}", "", ""),
+        ("AdamW", "{'fused': True}", "", ""),
+        ("Adam", "{'foreach': False, 'amsgrad': True}", "", ""),
+        ("AdamW", "{}", "fsdp2", ""),
+        ("AdamW", "{'fused': True}", "fsdp2", ""),
+        ("AdamW", "{}", "", "loaded"),
     ],
 )
-def test_state_that_does_not_fit_is_updated_as_it_would_be(name: str, how: str, sharded: str, tmp_path: Path) -> None:
+def test_state_that_does_not_fit_is_updated_as_it_would_be(
+    name: str, how: str, sharded: str, loaded: str, tmp_path: Path
+) -> None:
     budget = {"TIERS_HBM": str(BUDGET), "TIERS_DRAM": "8GiB", "TIERS_LEDGER": str(tmp_path / "ledger")}
     done = run(
         (name, how, sharded), TIERS_ALLOCATOR="pages", TIERS_RUN=str(tmp_path / "run"), TIERS_LOG="info", **budget
     )
     print(done.stderr)
-    assert (done.returncode, done.stdout) == (0, run((name, how, sharded)).stdout), done.stderr
+    assert (done.returncode, done.stdout) == (0, run((name, how, sharded, loaded)).stdout), done.stderr
     stats = json.loads((tmp_path / "run" / "stats.json").read_text())
     assert stats["moved"]["state_read"] == stats["moved"]["state_write"] > 0
     assert stats["state_in_dram"] > 0

@@ -62,6 +62,18 @@ def test_of_a_block_that_lies_on_both_tiers_it_is_known_what_hbm_has(residence: 
     assert residence.longest_in_hbm(core.allocate(4 * MiB), 4 * MiB) == (0, 4 * MiB)
 
 
+def test_state_that_was_loaded_makes_room_at_once(pages: OnOneCore, core: Core) -> None:
+    pages.more(64 * MiB)
+    core.state(True)
+    blocks = [core.allocate(NBYTES) for _ in range(4)]
+    core.state(False)
+    residence = pages.residence(GPU)
+    assert residence is not None and pages.state_in_dram == 0
+    residence.make_room(NBYTES + 1)
+    assert sum(residence.in_dram(block) for block in blocks) == 2
+    assert pages.state_in_dram == 2 * NBYTES, "it is known before a period has ended"
+
+
 def test_state_that_is_streamed_is_not_read_where_it_lies(pages: OnOneCore, core: Core, state: int) -> None:
     residence = pages.residence(GPU)
     assert residence is not None

@@ -53,7 +53,7 @@ class Pages:
     def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         self.news += 1
 
-    def state(self, on: bool, room: object) -> None:
+    def state(self, on: bool, room: object = None) -> None:
         pass
 
     def overflow(self, device: torch.device, threads: int = 1) -> Overflow:

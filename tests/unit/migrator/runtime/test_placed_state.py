@@ -1,0 +1,134 @@
+"""Optimizer state lies where there is room for it, whether it is made in a step or loaded before one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn, optim
+
+from torch_tiers.allocator.pages import StateRoom
+from torch_tiers.migrator.runtime import optimizer_loads, placed_state
+from torch_tiers.migrator.runtime.placed_state import FIRST_STEPS, PlacedState
+
+BEFORE = {0: StateRoom(1, 9)}  # what is there before training leaves
+RECORDED = {0: StateRoom(5, 9)}  # what a recorded iteration leaves
+LACKED = 7  # bytes, in that
+
+
+class Program:
+    """An optimizer with two parameters, on a GPU that is none."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []  # to the allocator
+        self.room_made: list[int] = []
+        self.recorded = False
+        self.is_alone = True
+        self.optimizer = self.another()
+        pages: Any = SimpleNamespace(
+            state=lambda on, room=None: self.said.append(room if on else False),
+            residence=lambda _: SimpleNamespace(make_room=self.room_made.append),
+        )
+        savers: Any = SimpleNamespace(thread=SimpleNamespace(saver=None))
+        self.placed = PlacedState(lambda: pages, savers, self._moving)
+
+    @contextmanager
+    def _moving(self) -> Iterator[bool]:
+        yield self.is_alone
+
+    def another(self) -> optim.Optimizer:
+        parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(3)
+        return optim.Adam(parameters)
+
+    def step(self, steps: int = 0) -> None:
+        self.placed.stepping(self.optimizer, steps)
+        self.optimizer.step()
+        self.placed.stepped(self.optimizer)
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    made = Program()
+    with (
+        mock.patch.object(placed_state, "rooms_before_training", lambda *_: BEFORE),
+        mock.patch.object(placed_state, "state_rooms", lambda *_: RECORDED if made.recorded else {}),
+        mock.patch.object(placed_state, "shortages", lambda *_: {0: LACKED}),
+    ):
+        yield made
+
+
+def test_state_that_the_first_step_makes_has_the_room_that_a_recorded_iteration_leaves(program: Program) -> None:
+    program.recorded = True
+    program.step()
+    assert program.said == [RECORDED, False]
+    assert program.room_made == [], "none of it was there before"
+
+
+def test_state_that_is_loaded_leaves_room_for_gradients_and_makes_room_once_an_iteration_was_recorded(
+    program: Program,
+) -> None:
+    other = program.another()
+    other.step()
+    with program.placed.loading(program.optimizer):
+        program.optimizer.load_state_dict(other.state_dict())
+    assert program.said == [BEFORE, False]
+    program.recorded = True
+    for steps in range(3):
+        program.step(steps)
+    assert program.room_made == [LACKED], "once"
+
+
+def test_state_that_a_step_before_training_makes_makes_room_later(program: Program) -> None:
+    """As PyTorch steps with gradients of zero before it loads a distributed checkpoint."""
+    program.step()
+    assert (program.said, program.room_made) == ([BEFORE, False], [])
+    program.recorded = True
+    program.step(1)
+    assert program.room_made == [LACKED]
+
+
+def test_nothing_moves_while_another_thread_trains(program: Program) -> None:
+    program.step()
+    program.recorded, program.is_alone = True, False
+    program.step(1)
+    assert program.room_made == []
+
+
+def test_what_later_steps_allocate_is_no_state(program: Program) -> None:
+    program.step()
+    program.said.clear()
+    program.step(FIRST_STEPS)
+    assert not any(program.said)
+
+
+def test_what_comes_after_a_load_that_fails_is_no_state(program: Program) -> None:
+    with pytest.raises(ValueError, match="groups"), program.placed.loading(program.optimizer):
+        program.optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert program.said == [BEFORE, False]
+
+
+def test_pytorchs_load_is_within_our_scope_until_that_is_undone(program: Program) -> None:
+    plain, within = optim.Optimizer.load_state_dict, list[optim.Optimizer]()
+
+    @contextmanager
+    def loading(optimizer: optim.Optimizer) -> Iterator[None]:
+        within.append(optimizer)
+        yield
+
+    saved = program.optimizer.state_dict()
+    optimizer_loads.install(loading)
+    try:
+        kept = program.optimizer.load_state_dict
+        kept(saved)
+    finally:
+        optimizer_loads.uninstall()
+    kept(saved)
+    assert within == [program.optimizer]
+    assert optim.Optimizer.load_state_dict is plain
