@@ -57,7 +57,8 @@ def _are_alike(group: Mapping[str, Any]) -> bool:
 def _is_local(optimizer: optim.Optimizer) -> bool:
     """Whether a step needs nothing of other ranks: each number of a DTensor is updated by what its rank has."""
     distributed = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
-    if distributed and type(optimizer) not in BY_ELEMENT:
+    values = (value for group in optimizer.param_groups for value in group.values())
+    if distributed and (type(optimizer) not in BY_ELEMENT or any(is_dtensor(value) for value in values)):
         return False
     return all(
         not any(placement.is_partial() for placement in parameter.placements)
@@ -77,6 +78,15 @@ def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
     kept = (value for state in optimizer.state.values() for value in state.values())
     storages = [memory.untyped_storage()._cdata for value in kept if (memory := own_memory(value)) is not None]
     return len(set(parameters)) < len(parameters) or len(set(storages)) < len(storages)
+
+
+def makes_state(optimizer: optim.Optimizer, group: int, state: Mapping[str, Any]) -> bool:
+    """Whether the next step makes state for a parameter of a group that has some.
+
+    SGD may, if the program has put some there, or has begun with momentum since. Others make all they have at once.
+    """
+    has_momentum = isinstance(optimizer, optim.SGD) and optimizer.param_groups[group]["momentum"] != 0
+    return has_momentum and state.get("momentum_buffer") is None
 
 
 def step_over(

@@ -48,7 +48,7 @@ def _scales_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Return whether it is distributed over ranks, each of which has a plain tensor of its own: under FSDP2 a shard."""
     loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes a second; until then there is no DTensor
-    return loaded is not None and type(tensor) is loaded.DTensor
+    return type(tensor) is getattr(loaded, "DTensor", None)  # which it lacks while another thread imports it
 
 
 def own_memory(value: object) -> torch.Tensor | None:

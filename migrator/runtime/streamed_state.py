@@ -13,13 +13,13 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
-from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, may_be_split, step_over
+from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, makes_state, may_be_split, step_over
 from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state import parameter_state
 from torch_tiers.migrator.state.chunks import chunks
-from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, by_group, those_in_dram
+from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, all_states, by_group, those_in_dram
 from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, largest, slice_bytes
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -52,10 +52,11 @@ class StreamedState:
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
         if not found or not may_be_split(optimizer):
             return step(optimizer)
-        streamed = [each for device, there in found.items() for each in self._stream(optimizer, step, device, there)]
+        states = list(all_states(optimizer))
+        streamed = [each for on in found.items() for each in self._stream(optimizer, step, states, *on)]
         if not streamed:
             return step(optimizer)
-        others = list(all_but(optimizer, streamed))
+        others = list(all_but(states, streamed))
         for slice_ in cut(others, [each.nbytes for each in others], AT_ONCE):
             step_over(by_group(slice_), optimizer, step)
         return None  # as without a closure
@@ -66,9 +67,14 @@ class StreamedState:
         return None if pages is None or not pages.state_in_dram else pages.residence(device)
 
     def _stream(
-        self, optimizer: Optimizer, step: Step, device: torch.device, residence: Residence
+        self,
+        optimizer: Optimizer,
+        step: Step,
+        states: Sequence[ParameterState],
+        device: torch.device,
+        residence: Residence,
     ) -> list[ParameterState]:
-        """Update the parameters of a device whose state comes from DRAM, and return their state."""
+        """Update those of these parameters whose state comes from a device's DRAM, and return their state."""
         shared = self._devices.opened[device]
         if shared.compute.capturing():
             return []
@@ -79,7 +85,8 @@ class StreamedState:
             in_dram[address] = residence.dram_bytes(address) if tensor.device == device else 0
             return in_dram[address] > 0
 
-        found = list(those_in_dram(optimizer, lies_in_dram))
+        whole = (each for each in states if not makes_state(optimizer, each.group, each.state))
+        found = list(those_in_dram(whole, lies_in_dram))
         parts = _parts(found, optimizer, SLICE, largest(shared.room))
         if not any(parts):
             return []
@@ -89,8 +96,8 @@ class StreamedState:
             return []
         if most < SLICE:  # few bytes come, or a part of the buffer lies in DRAM
             parts = _parts(found, optimizer, most, buffer.numel())
-        states, coming = list(compress(found, parts)), [part for of in parts for part in of]
-        versions = [_version(each.parameter) for each in states]
+        streamed, coming = list(compress(found, parts)), [part for of in parts for part in of]
+        versions = [_version(each.parameter) for each in streamed]
 
         def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
             step_over(by_group(slice_), optimizer, step, state)
@@ -102,12 +109,12 @@ class StreamedState:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
-        for each, version in zip(states, versions, strict=True):
+        for each, version in zip(streamed, versions, strict=True):
             if is_dtensor(each.parameter) and _version(each.parameter) != version:  # which only its shard has counted
                 increment_version(each.parameter)
-        addresses = [tensor.data_ptr() for each in states for tensor in each.tensors.values()]
+        addresses = [tensor.data_ptr() for each in streamed for tensor in each.tensors.values()]
         residence.note_streamed({address: in_dram[address] for address in addresses})
-        return states
+        return streamed
 
     def _streamer(self, device: torch.device) -> StateStreamer:
         with self._opening:

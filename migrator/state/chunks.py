@@ -42,9 +42,12 @@ def chunks(of: ParameterState, most: int) -> list[ParameterState]:
 
 
 def _are_contiguous(of: ParameterState, parameter: Tensor, gradient: Tensor) -> bool:
-    """Whether all tensors with dimensions have the parameter's shape, and their numbers one after the other."""
+    """Whether all tensors with dimensions have the parameter's shape, and their numbers one after the other.
+
+    A gradient of another type than its parameter is not taken for a chunk's.
+    """
     kept = [own_memory(value) for value in of.state.values() if isinstance(value, Tensor)]
-    return all(
+    return gradient.dtype == parameter.dtype and all(
         each is not None and (each.ndim == 0 or (each.size() == parameter.size() and each.is_contiguous()))
         for each in (parameter, gradient, *kept)
     )

@@ -44,17 +44,17 @@ class ParameterState:
         return sum(round_up(tensor.nbytes, SLOT) for tensor in self.tensors.values())
 
 
-def those_in_dram(optimizer: Optimizer, lies_in_dram: Callable[[Tensor], bool]) -> Iterator[ParameterState]:
-    """Yield the state that lies in DRAM, of parameters that the next step updates."""
-    for each in _all(optimizer):
+def those_in_dram(states: Iterable[ParameterState], lies_in_dram: Callable[[Tensor], bool]) -> Iterator[ParameterState]:
+    """Yield those with tensors that lie in DRAM, with these alone."""
+    for each in states:
         if tensors := {name: tensor for name, tensor in each.tensors.items() if lies_in_dram(tensor)}:
             yield replace(each, tensors=tensors)
 
 
-def all_but(optimizer: Optimizer, updated: Iterable[ParameterState]) -> Iterator[ParameterState]:
-    """Yield the state of all other parameters that the next step updates."""
+def all_but(states: Iterable[ParameterState], updated: Iterable[ParameterState]) -> Iterator[ParameterState]:
+    """Yield those of other parameters than the updated ones."""
     known = {id(each.parameter) for each in updated}
-    return (each for each in _all(optimizer) if id(each.parameter) not in known)
+    return (each for each in states if id(each.parameter) not in known)
 
 
 def by_group(states: Iterable[ParameterState]) -> dict[int, list[Tensor]]:
@@ -65,7 +65,8 @@ def by_group(states: Iterable[ParameterState]) -> dict[int, list[Tensor]]:
     return found
 
 
-def _all(optimizer: Optimizer) -> Iterator[ParameterState]:
+def all_states(optimizer: Optimizer) -> Iterator[ParameterState]:
+    """Yield the state of each parameter that the next step updates, also where it has none yet."""
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.grad is None:

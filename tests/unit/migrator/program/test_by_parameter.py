@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, BY_PARAMETER, may_be_split, step_over
+from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, BY_PARAMETER, makes_state, may_be_split, step_over
 
 
 def parameters(count: int = 3) -> list[nn.Parameter]:
@@ -61,6 +61,16 @@ def test_the_programs_optimizer_is_as_ever_while_a_part_of_it_steps() -> None:
 
     step_over({1: of[2:]}, optimizer, step)
     assert list(optimizer.state) == [of[2]], "its state is one"
+
+
+def test_a_step_may_make_state_for_a_parameter_that_has_some() -> None:
+    of = parameters(1)
+    momentum, none = optim.SGD(of, lr=0.1, momentum=0.9), optim.SGD(of, lr=0.1)
+    assert makes_state(momentum, 0, {"average": of[0]})
+    assert makes_state(momentum, 0, {"momentum_buffer": None})
+    assert not makes_state(momentum, 0, {"momentum_buffer": of[0]})
+    assert not makes_state(none, 0, {"average": of[0]})
+    assert not makes_state(optim.Adam(of), 0, {"average": of[0]})
 
 
 def test_a_part_may_have_another_state() -> None:
@@ -169,6 +179,9 @@ def test_a_step_for_which_ranks_communicate_is_not_split(mesh: DeviceMesh) -> No
     assert not may_be_split(sharded(optim.AdamW, Replicate()))
     assert not may_be_split(sharded(optim.AdamW, Partial()))
     assert not may_be_split(sharded(optim.Adafactor, shard)), "it takes means over rows"
+    optimizer = sharded(optim.AdamW, shard)
+    optimizer.param_groups[0]["lr"] = distributed(torch.tensor(0.1), mesh, Replicate())
+    assert not may_be_split(optimizer), "what each rank has of a parameter is a plain tensor"
 
 
 def test_plain_and_distributed_parameters_of_one_group_are_not_split(mesh: DeviceMesh) -> None:

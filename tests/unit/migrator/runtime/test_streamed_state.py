@@ -161,6 +161,21 @@ def test_a_parameter_that_is_larger_than_a_slice_comes_in_chunks_whatever_it_tak
     assert same_as_plain(steps, times=5)
 
 
+def test_state_that_a_step_makes_beside_the_programs_own_is_kept() -> None:
+    """SGD makes its momentum then; of a chunk it would be no part of the whole."""
+    steps, plain = Steps(times=5), Steps(times=5)
+    plain.pages.state_in_dram = 0
+    for each in (steps, plain):
+        for parameter in each.parameters:
+            each.optimizer.state[parameter]["average"] = parameter.detach().clone()
+        each.make(count=3)
+    assert steps.copied == 2 * (2 * 5) * COUNT * NBYTES, "average and momentum, from the second step on"
+    for mine, its in zip(steps.parameters, plain.parameters, strict=True):
+        assert torch.equal(mine, its)
+        momentum = (each.optimizer.state[of]["momentum_buffer"] for each, of in ((steps, mine), (plain, its)))
+        assert torch.equal(*momentum)
+
+
 def test_shards_are_updated_as_plain_tensors_and_their_dtensors_count_that_they_were_written(mesh: DeviceMesh) -> None:
     """`foreach` takes no plain tensors together with DTensors, and some of these shards come in chunks."""
     plain, steps = Steps(times=3), Steps(times=3)

@@ -101,6 +101,15 @@ def test_what_is_not_contiguous_or_has_such_a_gradient_stays_whole() -> None:
     assert chunks(all_, 4096) == [all_]
 
 
+def test_what_has_a_gradient_of_another_type_stays_whole() -> None:
+    optimizer = optim.SGD([half := nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16))], momentum=0.9)
+    half.grad = torch.ones_like(half)
+    optimizer.step()
+    half.grad.data = torch.ones(SHAPE)  # a program may add gradients up in fp32
+    all_ = state_of(optimizer, half)
+    assert chunks(all_, 4096) == [all_]
+
+
 def test_what_has_state_of_another_shape_stays_whole() -> None:
     """As of Adafactor, which keeps a number for each row."""
     all_ = adam(nn.Parameter(torch.randn(SHAPE)))

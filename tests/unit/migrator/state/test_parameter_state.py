@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn, optim
 
-from torch_tiers.migrator.state.parameter_state import LEAST, all_but, by_group, those_in_dram
+from torch_tiers.migrator.state.parameter_state import LEAST, all_but, all_states, by_group, those_in_dram
 
 COUNT = LEAST // 4
 
@@ -27,19 +27,19 @@ def everywhere(_: Tensor) -> bool:
 
 
 def test_moments_may_come_and_the_number_of_steps_may_not() -> None:
-    (found,) = those_in_dram(stepped(weight()), everywhere)
+    (found,) = those_in_dram(all_states(stepped(weight())), everywhere)
     assert found.tensors.keys() == {"exp_avg", "exp_avg_sq"}
     assert found.nbytes == 2 * LEAST
 
 
 def test_small_tensors_stay() -> None:
-    assert not list(those_in_dram(stepped(weight(COUNT - 1)), everywhere))
+    assert not list(those_in_dram(all_states(stepped(weight(COUNT - 1))), everywhere))
 
 
 def test_only_what_lies_in_dram_comes() -> None:
     optimizer = stepped(weight(), other := weight())
     moment = optimizer.state[other]["exp_avg"]
-    (found,) = those_in_dram(optimizer, lambda tensor: tensor is moment)
+    (found,) = those_in_dram(all_states(optimizer), lambda tensor: tensor is moment)
     assert (found.group, found.parameter is other, list(found.tensors)) == (1, True, ["exp_avg"])
 
 
@@ -47,20 +47,20 @@ def test_views_and_tensors_that_share_a_storage_stay() -> None:
     optimizer = stepped(one := weight())
     both = torch.zeros(2 * COUNT)
     optimizer.state[one]["exp_avg"], optimizer.state[one]["exp_avg_sq"] = both[:COUNT], both[COUNT:]
-    assert not list(those_in_dram(optimizer, everywhere))
+    assert not list(those_in_dram(all_states(optimizer), everywhere))
 
 
 def test_parameters_without_a_gradient_are_not_updated() -> None:
     optimizer = stepped(one := weight(), other := weight())
     one.grad = None
-    assert [found.parameter is other for found in those_in_dram(optimizer, everywhere)] == [True]
-    assert not list(all_but(optimizer, those_in_dram(optimizer, everywhere)))
+    assert [found.parameter is other for found in those_in_dram(all_states(optimizer), everywhere)] == [True]
+    assert not list(all_but(all_states(optimizer), those_in_dram(all_states(optimizer), everywhere)))
 
 
 def test_all_others_are_those_that_have_a_gradient_whatever_state_they_have() -> None:
     optimizer = stepped(one := weight(), weight(1))
     optimizer.add_param_group({"params": [new := weight(3)]})
     new.grad = torch.ones(3)
-    streamed = list(those_in_dram(optimizer, everywhere))
+    streamed = list(those_in_dram(all_states(optimizer), everywhere))
     assert by_group(streamed) == {0: [one]}
-    assert list(by_group(all_but(optimizer, streamed))) == [1, 2]
+    assert list(by_group(all_but(all_states(optimizer), streamed))) == [1, 2]
