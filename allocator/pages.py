@@ -161,7 +161,10 @@ class PageAllocator:
             if (given := room.get(device)) is None or given.expected <= given.hbm:
                 core.state(on)
                 continue
-            self._claims.more(device, core, given.expected - given.hbm)
+            counts = core.counts()
+            lacking = given.expected - given.hbm - (counts.dram_limit - counts.dram)
+            if lacking > 0:
+                self._claims.more(device, core, lacking)
             core.state(on, given.hbm)
 
     # ----------------------------------------------------------------------------------- periods

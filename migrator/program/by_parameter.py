@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -72,12 +72,19 @@ def _is_local(optimizer: optim.Optimizer) -> bool:
 
 
 def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
-    """Whether a parameter comes twice, or two tensors of the state have one storage."""
-    own = (own_memory(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    parameters = [memory.data_ptr() for memory in own if memory is not None and memory.numel()]
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    storages = [memory.untyped_storage()._cdata for value in kept if (memory := own_memory(value)) is not None]
-    return len(set(parameters)) < len(parameters) or len(set(storages)) < len(storages)
+    """Whether a parameter comes twice, or a tensor of the state has the storage of another, or of what is updated."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    addresses = [memory.data_ptr() for memory in _memories(parameters) if memory.numel()]
+    kept = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
+    storages = [memory.untyped_storage()._cdata for memory in _memories(kept)]
+    others = _memories(tensor for parameter in parameters for tensor in (parameter, parameter.grad))
+    touched = {memory.untyped_storage()._cdata for memory in others}
+    is_twice = len(set(addresses)) < len(addresses) or len(set(storages)) < len(storages)
+    return is_twice or not touched.isdisjoint(storages)
+
+
+def _memories(values: Iterable[object]) -> Iterator[Tensor]:
+    return (memory for value in values if (memory := own_memory(value)) is not None)
 
 
 def makes_state(optimizer: optim.Optimizer, group: int, state: Mapping[str, Any]) -> bool:

@@ -56,4 +56,6 @@ def own_memory(value: object) -> torch.Tensor | None:
     if is_dtensor(value):
         parts = parts_of(value)
         value = parts[0] if len(parts) == 1 else None
-    return value if isinstance(value, torch.Tensor) and type(value) in PLAIN else None
+    if isinstance(value, torch.Tensor) and type(value) in PLAIN and value.layout is torch.strided:
+        return value
+    return None

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
+
+
+class _Thread(threading.local):
+    makes_state = False  # whether what it allocates is state
 
 
 class PlacedState:
@@ -40,6 +45,7 @@ class PlacedState:
         self._moving = moving
         self._known = WeakIdKeyDictionary()  # optimizers that have stepped, which may compare as they like
         self._placed = WeakIdKeyDictionary()  # those that have done so while an iteration was recorded
+        self._thread = _Thread()
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
         """An optimizer begins a step, after so many of the program: it may make its state."""
@@ -47,20 +53,16 @@ class PlacedState:
         if pages is None:
             return
         rooms = {} if optimizer in self._placed else state_rooms(optimizer, self._savers.thread.saver)
-        if rooms:
+        # What was loaded, or made in a step before, makes room.
+        if rooms and (not optimizer.state or self._make_room(pages, optimizer)):
             self._placed[optimizer] = True
-            if optimizer.state:  # it was loaded, or made in a step before
-                self._make_room(pages, optimizer)
-        if optimizer not in self._known:
-            pages.state(True, rooms or rooms_before_training(optimizer, pages))
-        elif steps < FIRST_STEPS:
-            pages.state(True, rooms)
+        if optimizer not in self._known or steps < FIRST_STEPS:
+            self._begin(pages, rooms)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has made the step."""
         self._known[optimizer] = True
-        if (pages := self._pages()) is not None:
-            pages.state(False)
+        self.over()
 
     @contextmanager
     def loading(self, optimizer: Optimizer) -> Iterator[None]:
@@ -69,16 +71,31 @@ class PlacedState:
         if pages is None:
             yield
             return
-        pages.state(True, rooms_before_training(optimizer, pages))
+        self._placed.pop(optimizer, None)
+        is_within = self._thread.makes_state  # a step, or another's load
+        self._begin(pages, rooms_before_training(optimizer, pages))
         try:
             yield
         finally:
+            if not is_within:
+                self.over()
+
+    def _begin(self, pages: PageAllocator, rooms: Mapping[int, StateRoom]) -> None:
+        self._thread.makes_state = True
+        pages.state(True, rooms)
+
+    def over(self) -> None:
+        """What this thread allocates from now on is no state, also where a step or a load has raised."""
+        if self._thread.makes_state and (pages := self._pages()) is not None:
+            self._thread.makes_state = False
             pages.state(False)
 
-    def _make_room(self, pages: PageAllocator, optimizer: Optimizer) -> None:
+    def _make_room(self, pages: PageAllocator, optimizer: Optimizer) -> bool:
+        """Demote state, as far as HBM lacked room in the last forward and backward; whether it might move."""
         lacking = shortages(optimizer, self._savers.thread.saver)
         with self._moving() as may:
             for index, nbytes in lacking.items() if may else ():
                 residence = pages.residence(torch.device("cuda", index))
                 if residence is not None:
                     residence.make_room(nbytes)
+        return may

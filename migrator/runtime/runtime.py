@@ -91,6 +91,7 @@ class Runtime:
             return
         self.closed = True
         self._allowance.close()
+        self._state.over()
         entry.uninstall()
         if self._savers.thread.saver is not None:
             self._savers.thread.saver.end_iteration()
@@ -212,6 +213,7 @@ class Runtime:
                     mover.engine.compute.pass_by(counts=False)
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
+        self._state.over()
         self._iteration_begins(saver)
         self._look_at(root)
         self._streaming.forward_begins(root)

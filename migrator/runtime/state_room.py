@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -36,16 +36,25 @@ def shortages(optimizer: Optimizer, saver: Saver | None) -> dict[int, int]:
 
 
 def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[int, StateRoom]:
-    """Return the room of each GPU by its number that what is there now leaves, and gradients as large as the weights.
+    """Return the room of each GPU by its number for state that is loaded, in place of what there is.
 
-    What activations need is not known before an iteration. It makes up for that with `shortages`.
+    All else that is there leaves it, and gradients as large as the weights. What activations need is not known before
+    an iteration, which makes up for that with `shortages`.
     """
     rooms = {}
     for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
         if device.type == "cuda" and (budget := pages.limit(device)):
             gradients = weights.bytes_on(device, _trained(optimizer, device, without_gradient=True))
-            rooms[device.index] = _room(optimizer, device, budget, budget - pages.in_use(device) - gradients)
+            replaced = weights.bytes_on(device, weights.plain_tensors(_kept(optimizer)))
+            free = budget - pages.in_use(device) - gradients + replaced
+            rooms[device.index] = _room(optimizer, device, budget, free)
     return rooms
+
+
+def _kept(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The tensors of an optimizer's state."""
+    kept = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
+    return (value for value in kept if isinstance(value, Tensor))
 
 
 def _recorded(saver: Saver | None) -> Iterator[tuple[torch.device, int, int]]:

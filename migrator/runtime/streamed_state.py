@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, makes_state, may_be_split, step_over
-from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state import parameter_state
@@ -94,10 +92,10 @@ class StreamedState:
         most = slice_bytes(buffer.numel())
         if most < parameter_state.LEAST:  # a copy of less takes no less time
             return []
-        if most < SLICE:  # few bytes come, or a part of the buffer lies in DRAM
+        largest_part = max(part.nbytes for of in parts for part in of)
+        if most < SLICE or buffer.numel() < largest_part:  # few bytes come, or a part of the buffer lies in DRAM
             parts = _parts(found, optimizer, most, buffer.numel())
         streamed, coming = list(compress(found, parts)), [part for of in parts for part in of]
-        versions = [_version(each.parameter) for each in streamed]
 
         def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
             step_over(by_group(slice_), optimizer, step, state)
@@ -109,9 +107,6 @@ class StreamedState:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
-        for each, version in zip(streamed, versions, strict=True):
-            if is_dtensor(each.parameter) and _version(each.parameter) != version:  # which only its shard has counted
-                increment_version(each.parameter)
         addresses = [tensor.data_ptr() for each in streamed for tensor in each.tensors.values()]
         residence.note_streamed({address: in_dram[address] for address in addresses})
         return streamed
@@ -138,12 +133,6 @@ def _parts(states: Sequence[ParameterState], optimizer: Optimizer, most: int, li
     """
     parts = [chunks(each, most) if type(optimizer) in BY_ELEMENT else [each] for each in states]
     return [of if all(part.nbytes <= limit for part in of) else [] for of in parts]
-
-
-def _version(parameter: Tensor) -> int:
-    """How often what this rank has of a parameter was written."""
-    memory = own_memory(parameter)
-    return 0 if memory is None else memory._version
 
 
 def _buffer(sizes: Sequence[int], shared: Device, residence: Residence) -> Tensor:

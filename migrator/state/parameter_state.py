@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -79,7 +78,7 @@ def all_states(optimizer: Optimizer) -> Iterator[ParameterState]:
 
 def _is_alone(tensor: Tensor) -> bool:
     """Whether its storage holds nothing else, and is not small."""
-    if tensor.layout is not torch.strided:
+    if tensor.is_conj() or tensor.is_neg():  # whose bytes are not its numbers
         return False
     nbytes = tensor.untyped_storage().nbytes()
     return nbytes >= LEAST and nbytes == tensor.numel() * tensor.element_size() and tensor.storage_offset() == 0

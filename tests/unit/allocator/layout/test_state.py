@@ -147,3 +147,16 @@ def test_room_for_state_binds_the_first_step_alone(pages: OnOneCore, core: Core)
     pages.state(True)
     assert core.on(first, DRAM) == 4 * MiB
     assert core.on(core.allocate(4 * MiB), HBM) == 4 * MiB
+
+
+def test_dram_is_claimed_for_state_that_what_is_granted_does_not_hold(pages: OnOneCore, core: Core) -> None:
+    """There may be an optimizer for each parameter, each of which makes its state by itself."""
+    for _ in range(3):
+        pages.state(True, {0: StateRoom(hbm=0, expected=4 * MiB)})
+        core.allocate(1 * MiB)
+        pages.state(False)
+    granted = core.counts().dram_limit
+    for _ in range(9):
+        pages.state(True, {0: StateRoom(hbm=0, expected=4 * MiB)})
+        pages.state(False)
+    assert core.counts().dram_limit == granted

@@ -186,3 +186,24 @@ def test_a_step_for_which_ranks_communicate_is_not_split(mesh: DeviceMesh) -> No
 
 def test_plain_and_distributed_parameters_of_one_group_are_not_split(mesh: DeviceMesh) -> None:
     assert not may_be_split(optim.AdamW([*parameters(1), nn.Parameter(distributed(torch.ones(4), mesh, Shard(0)))]))
+
+
+def test_state_that_has_the_memory_of_what_is_updated_is_not_split() -> None:
+    """What is copied back would undo the update."""
+    for alias in ("parameter", "gradient"):
+        of = parameters(1)
+        with_gradients(of, 0)
+        optimizer = optim.Adam(of)
+        optimizer.step()
+        assert may_be_split(optimizer)
+        optimizer.state[of[0]]["mine"] = of[0].detach() if alias == "parameter" else of[0].grad
+        assert not may_be_split(optimizer), alias
+
+
+def test_state_may_be_anything() -> None:
+    of = parameters(1)
+    optimizer = optim.Adam(of)
+    state: Any = optimizer.state
+    state["epochs"] = 3
+    state[of[0]] = {"sparse": torch.eye(2).to_sparse(), "text": "any"}
+    assert may_be_split(optimizer)

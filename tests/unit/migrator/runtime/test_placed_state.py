@@ -88,7 +88,7 @@ def test_state_that_is_loaded_leaves_room_for_gradients_and_makes_room_once_an_i
 def test_state_that_a_step_before_training_makes_makes_room_later(program: Program) -> None:
     """As PyTorch steps with gradients of zero before it loads a distributed checkpoint."""
     program.step()
-    assert (program.said, program.room_made) == ([BEFORE, False], [])
+    assert (program.said, program.room_made) == ([{}, False], [])
     program.recorded = True
     program.step(1)
     assert program.room_made == [LACKED]
@@ -99,6 +99,39 @@ def test_nothing_moves_while_another_thread_trains(program: Program) -> None:
     program.recorded, program.is_alone = True, False
     program.step(1)
     assert program.room_made == []
+
+
+def test_what_could_not_move_moves_in_a_later_step(program: Program) -> None:
+    program.step()
+    program.recorded, program.is_alone = True, False
+    program.step(1)
+    program.is_alone = True
+    program.step(2)
+    assert program.room_made == [LACKED]
+
+
+def test_state_that_is_loaded_once_more_makes_room_once_more(program: Program) -> None:
+    program.recorded = True
+    program.step()
+    with program.placed.loading(program.optimizer):
+        program.optimizer.load_state_dict(program.optimizer.state_dict())
+    program.step(1)
+    assert program.room_made == [LACKED]
+
+
+def test_what_comes_after_a_step_that_raises_is_no_state_from_the_next_forward_on(program: Program) -> None:
+    program.placed.stepping(program.optimizer, 0)
+    program.placed.over()
+    assert program.said == [{}, False]
+
+
+def test_a_load_within_a_step_does_not_end_the_steps_state(program: Program) -> None:
+    program.placed.stepping(program.optimizer, 0)
+    with program.placed.loading(program.another()):
+        pass
+    assert program.said == [{}, BEFORE]
+    program.placed.stepped(program.optimizer)
+    assert program.said == [{}, BEFORE, False]
 
 
 def test_what_later_steps_allocate_is_no_state(program: Program) -> None:

@@ -132,6 +132,16 @@ def test_where_hbm_has_no_room_for_any_chunk_nothing_is_streamed(nbytes: int) ->
     assert same_as_plain(steps)
 
 
+def test_what_is_not_cut_and_larger_than_the_buffer_that_there_is_is_left_out() -> None:
+    steps = Steps(budget=16 * 40 * NBYTES, times=20)
+    turned = [nn.Parameter(parameter.detach().view(-1, 4).t()) for parameter in steps.parameters[:2]]
+    steps.parameters = [*turned, *steps.parameters[2:]]
+    steps.optimizer = optim.SGD(steps.parameters, lr=0.1, momentum=0.9)
+    steps.residence.in_hbm = 0, 18 * NBYTES  # three slices and more
+    steps.make()
+    assert steps.copied == 20 * (COUNT - 2) * NBYTES
+
+
 def test_where_no_tier_has_room_for_the_buffer_the_step_is_made_without_one() -> None:
     steps = Steps()
     empty = steps.compute.empty
@@ -176,7 +186,7 @@ def test_state_that_a_step_makes_beside_the_programs_own_is_kept() -> None:
         assert torch.equal(*momentum)
 
 
-def test_shards_are_updated_as_plain_tensors_and_their_dtensors_count_that_they_were_written(mesh: DeviceMesh) -> None:
+def test_shards_are_updated_as_plain_tensors(mesh: DeviceMesh) -> None:
     """`foreach` takes no plain tensors together with DTensors, and some of these shards come in chunks."""
     plain, steps = Steps(times=3), Steps(times=3)
     plain.pages.state_in_dram = 0
@@ -191,9 +201,7 @@ def test_shards_are_updated_as_plain_tensors_and_their_dtensors_count_that_they_
         torch.manual_seed(i)
         for parameter, shard in zip(whole, steps.parameters, strict=True):
             parameter.grad = distributed(torch.randn_like(shard))
-        before = [parameter._version for parameter in whole]
         steps.steps(steps.optimizer, lambda part: part.step())
-    assert all(parameter._version > version for parameter, version in zip(whole, before, strict=True))
     assert steps.copied == 3 * COUNT * NBYTES
     assert all(torch.equal(mine.to_local(), its) for mine, its in zip(whole, plain.parameters, strict=True))
 

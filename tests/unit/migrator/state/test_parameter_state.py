@@ -36,6 +36,13 @@ def test_small_tensors_stay() -> None:
     assert not list(those_in_dram(all_states(stepped(weight(COUNT - 1))), everywhere))
 
 
+def test_what_is_conjugated_only_by_name_stays() -> None:
+    optimizer = stepped(one := weight())
+    optimizer.state[one]["exp_avg"] = torch.ones(COUNT, dtype=torch.complex64).conj()
+    (found,) = those_in_dram(all_states(optimizer), everywhere)
+    assert list(found.tensors) == ["exp_avg_sq"]
+
+
 def test_only_what_lies_in_dram_comes() -> None:
     optimizer = stepped(weight(), other := weight())
     moment = optimizer.state[other]["exp_avg"]
