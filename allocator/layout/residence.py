@@ -107,9 +107,26 @@ class Residence:
             if self.in_dram(address) and not self._move(address, HBM):
                 break
 
-    def make_room(self, nbytes: int) -> None:
-        """Demote state at once, as HBM lacks so many bytes. Not within a forward or a backward."""
+    def make_room(self, nbytes: int) -> int:
+        """Demote state at once, as HBM lacks so many bytes, not within a forward or a backward.
+
+        Returns
+        -------
+        int
+            Bytes that HBM lacks yet.
+        """
+        before = self._core.counts().demoted
         self._move_some({}, nbytes)
+        self.count_state()
+        return max(0, nbytes - (self._core.counts().demoted - before))
+
+    def state_blocks(self) -> set[int]:
+        """The addresses of all state."""
+        blocks = self._core.blocks()
+        return set(blocks["address"][blocks["class"] == STATE].tolist())
+
+    def count_state(self) -> None:
+        """Take note of state that has come to lie in DRAM within a period."""
         self.state = int(self._core.glance().dram_state)
 
     def is_due(self, dram: int, spilled: int) -> bool:

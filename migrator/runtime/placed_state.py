@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,9 +11,14 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
+from torch_tiers.migrator.program.subclasses import own_memory
 from torch_tiers.migrator.runtime.savers import Savers
-from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
+from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms, tensors_kept
+from torch_tiers.migrator.state.parameter_state import has_own_storage
+
+log = logging.getLogger("tiers")
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
@@ -91,11 +97,31 @@ class PlacedState:
             pages.state(False)
 
     def _make_room(self, pages: PageAllocator, optimizer: Optimizer) -> bool:
-        """Demote state, as far as HBM lacked room in the last forward and backward; whether it might move."""
-        lacking = shortages(optimizer, self._savers.thread.saver)
+        """Move state to DRAM, as far as HBM lacked room in the last forward and backward; whether it might move."""
+        shortage = shortages(optimizer, self._savers.thread.saver)
         with self._moving() as may:
-            for index, nbytes in lacking.items() if may else ():
-                residence = pages.residence(torch.device("cuda", index))
-                if residence is not None:
-                    residence.make_room(nbytes)
+            for device, nbytes in shortage.items() if may else ():
+                residence = pages.residence(device)
+                if residence is not None and (lacking := residence.make_room(nbytes)):
+                    self._take_in(pages, optimizer, device, residence, lacking)
         return may
+
+    def _take_in(
+        self, pages: PageAllocator, optimizer: Optimizer, device: torch.device, residence: Residence, nbytes: int
+    ) -> None:
+        """Have state lie in DRAM, and be known as such, that a checkpoint brought to the GPU as any other memory."""
+        known = residence.state_blocks()
+        kept = (memory for value in tensors_kept(optimizer) if (memory := own_memory(value)) is not None)
+        unknown = [each for each in kept if each.device == device and each.data_ptr() not in known]
+        self._begin(pages, {device.index: StateRoom(0, nbytes)})
+        try:
+            for tensor in sorted(filter(has_own_storage, unknown), key=lambda each: each.nbytes, reverse=True):
+                if nbytes <= 0:
+                    break
+                tensor.data = tensor.clone()  # the same object, for whoever has it
+                nbytes -= tensor.nbytes
+        except torch.OutOfMemoryError:
+            log.warning("optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM")
+        finally:
+            self.over()
+        residence.count_state()

@@ -26,12 +26,12 @@ def state_rooms(optimizer: Optimizer, saver: Saver | None) -> dict[int, StateRoo
     return {device.index: _room(optimizer, device, budget, budget - others) for device, budget, others in recorded}
 
 
-def shortages(optimizer: Optimizer, saver: Saver | None) -> dict[int, int]:
+def shortages(optimizer: Optimizer, saver: Saver | None) -> dict[torch.device, int]:
     """Return the bytes by which the last forward and backward exceeded each GPU's budget, beside state in HBM."""
     found = {}
     for device, budget, others in _recorded(saver):
         if others > budget:
-            found[device.index] = others - budget + _buffer_bytes(optimizer, device, budget)
+            found[device] = others - budget + _buffer_bytes(optimizer, device, budget)
     return found
 
 
@@ -45,13 +45,13 @@ def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[in
     for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
         if device.type == "cuda" and (budget := pages.limit(device)):
             gradients = weights.bytes_on(device, _trained(optimizer, device, without_gradient=True))
-            replaced = weights.bytes_on(device, weights.plain_tensors(_kept(optimizer)))
+            replaced = weights.bytes_on(device, weights.plain_tensors(tensors_kept(optimizer)))
             free = budget - pages.in_use(device) - gradients + replaced
             rooms[device.index] = _room(optimizer, device, budget, free)
     return rooms
 
 
-def _kept(optimizer: Optimizer) -> Iterator[Tensor]:
+def tensors_kept(optimizer: Optimizer) -> Iterator[Tensor]:
     """The tensors of an optimizer's state."""
     kept = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
     return (value for value in kept if isinstance(value, Tensor))

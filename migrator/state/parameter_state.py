@@ -72,11 +72,13 @@ def all_states(optimizer: Optimizer) -> Iterator[ParameterState]:
                 continue
             state = optimizer.state.get(parameter, {})
             memory = {name: own_memory(value) for name, value in state.items()}
-            tensors = {name: tensor for name, tensor in memory.items() if tensor is not None and _is_alone(tensor)}
+            tensors = {
+                name: tensor for name, tensor in memory.items() if tensor is not None and has_own_storage(tensor)
+            }
             yield ParameterState(index, parameter, state, tensors)
 
 
-def _is_alone(tensor: Tensor) -> bool:
+def has_own_storage(tensor: Tensor) -> bool:
     """Whether its storage holds nothing else, and is not small."""
     if tensor.is_conj() or tensor.is_neg():  # whose bytes are not its numbers
         return False

@@ -45,6 +45,8 @@ if loaded:  # as of a checkpoint
         i: {"step": torch.tensor(5.0), **{k: torch.rand(p.shape, generator=numbers) for k in ("exp_avg", "exp_avg_sq")}}
         for i, p in enumerate(model.parameters())
     }
+    if loaded == "to the gpu first":
+        kept = {i: {k: v.cuda() if v.ndim else v for k, v in of.items()} for i, of in kept.items()}
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
     del kept
 inputs = [torch.randn(64, 12288, generator=torch.Generator().manual_seed(i)).cuda() for i in range(4)]
@@ -90,6 +92,7 @@ def run(arguments: tuple[str, str, str, str], **environ: str) -> subprocess.Comp
         ("AdamW", "{}", "fsdp2", ""),
         ("AdamW", "{'fused': True}", "fsdp2", ""),
         ("AdamW", "{}", "", "loaded"),
+        ("AdamW", "{'fused': True}", "", "to the gpu first"),
     ],
 )
 def test_state_that_does_not_fit_is_updated_as_it_would_be(

@@ -15,10 +15,12 @@ from torch import nn, optim
 from torch_tiers.allocator.pages import StateRoom
 from torch_tiers.migrator.runtime import optimizer_loads, placed_state
 from torch_tiers.migrator.runtime.placed_state import FIRST_STEPS, PlacedState
+from torch_tiers.migrator.state import parameter_state
 
 BEFORE = {0: StateRoom(1, 9)}  # what is there before training leaves
 RECORDED = {0: StateRoom(5, 9)}  # what a recorded iteration leaves
 LACKED = 7  # bytes, in that
+CPU = torch.device("cpu")
 
 
 class Program:
@@ -29,10 +31,12 @@ class Program:
         self.room_made: list[int] = []
         self.recorded = False
         self.is_alone = True
+        self.lacks = 0  # bytes, with all that is known as state moved
+        self.known: set[int] = set()
         self.optimizer = self.another()
         pages: Any = SimpleNamespace(
             state=lambda on, room=None: self.said.append(room if on else False),
-            residence=lambda _: SimpleNamespace(make_room=self.room_made.append),
+            residence=lambda _: self,
         )
         savers: Any = SimpleNamespace(thread=SimpleNamespace(saver=None))
         self.placed = PlacedState(lambda: pages, savers, self._moving)
@@ -40,6 +44,16 @@ class Program:
     @contextmanager
     def _moving(self) -> Iterator[bool]:
         yield self.is_alone
+
+    def make_room(self, nbytes: int) -> int:
+        self.room_made.append(nbytes)
+        return self.lacks
+
+    def state_blocks(self) -> set[int]:
+        return self.known
+
+    def count_state(self) -> None:
+        self.said.append("counted")
 
     def another(self) -> optim.Optimizer:
         parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -59,7 +73,7 @@ def program() -> Iterator[Program]:
     with (
         mock.patch.object(placed_state, "rooms_before_training", lambda *_: BEFORE),
         mock.patch.object(placed_state, "state_rooms", lambda *_: RECORDED if made.recorded else {}),
-        mock.patch.object(placed_state, "shortages", lambda *_: {0: LACKED}),
+        mock.patch.object(placed_state, "shortages", lambda *_: {CPU: LACKED}),
     ):
         yield made
 
@@ -132,6 +146,22 @@ def test_a_load_within_a_step_does_not_end_the_steps_state(program: Program) -> 
     assert program.said == [{}, BEFORE]
     program.placed.stepped(program.optimizer)
     assert program.said == [{}, BEFORE, False]
+
+
+def test_state_that_was_on_the_gpu_before_it_was_loaded_is_taken_in_as_far_as_hbm_lacks_room(program: Program) -> None:
+    program.step()
+    tensors = [value for state in program.optimizer.state.values() for value in state.values() if value.ndim]
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors]
+    program.known = {before[0][0]}
+    program.lacks = tensors[0].nbytes + 1  # two of the three that are not known
+    program.recorded = True
+    program.said.clear()
+    with mock.patch.object(parameter_state, "LEAST", 1):
+        program.placed.stepping(program.optimizer, FIRST_STEPS)
+    assert program.said == [{None: StateRoom(0, program.lacks)}, False, "counted"]
+    assert [tensor.data_ptr() != address for tensor, (address, _) in zip(tensors, before, strict=True)].count(True) == 2
+    assert tensors[0].data_ptr() == before[0][0], "it is known, and moves as pages do"
+    assert all(torch.equal(tensor, copy) for tensor, (_, copy) in zip(tensors, before, strict=True))
 
 
 def test_what_later_steps_allocate_is_no_state(program: Program) -> None:
