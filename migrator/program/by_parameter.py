@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, optim
 
 from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
+from torch_tiers.migrator.program.weights import tensors_in
 
 BY_PARAMETER: tuple[type[optim.Optimizer], ...] = tuple(
     getattr(optim, name)
@@ -75,8 +76,7 @@ def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
     """Whether a parameter comes twice, or a tensor of the state has the storage of another, or of what is updated."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     addresses = [memory.data_ptr() for memory in _memories(parameters) if memory.numel()]
-    kept = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
-    storages = [memory.untyped_storage()._cdata for memory in _memories(kept)]
+    storages = [memory.untyped_storage()._cdata for memory in _memories(tensors_in(optimizer.state))]
     others = _memories(tensor for parameter in parameters for tensor in (parameter, parameter.grad))
     touched = {memory.untyped_storage()._cdata for memory in others}
     is_twice = len(set(addresses)) < len(addresses) or len(set(storages)) < len(storages)

@@ -39,10 +39,10 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Gradients and the optimizer's state."""
     for group in optimizer.param_groups:
         yield from plain_tensors(p.grad for p in group["params"] if p.grad is not None)
-    yield from plain_tensors(_tensors_in(optimizer.state))
+    yield from plain_tensors(tensors_in(optimizer.state))
 
 
-def _tensors_in(state: object) -> Iterator[torch.Tensor]:
+def tensors_in(state: object) -> Iterator[torch.Tensor]:
     """Those in an optimizer's state: as a rule a dict for each parameter. Mappings, lists and tuples are searched."""
     left, seen = [state], set[int]()
     while left:

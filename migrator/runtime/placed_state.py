@@ -13,9 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
-from torch_tiers.migrator.program.subclasses import own_memory
+from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.runtime.savers import Savers
-from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms, tensors_kept
+from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
 from torch_tiers.migrator.state.parameter_state import has_own_storage
 
 log = logging.getLogger("tiers")
@@ -111,13 +111,15 @@ class PlacedState:
     ) -> None:
         """Have state lie in DRAM, and be known as such, that a checkpoint brought to the GPU as any other memory."""
         known = residence.state_blocks()
-        kept = (memory for value in tensors_kept(optimizer) if (memory := own_memory(value)) is not None)
+        kept = weights.plain_tensors(weights.tensors_in(optimizer.state))
         unknown = [each for each in kept if each.device == device and each.data_ptr() not in known]
         self._begin(pages, {device.index: StateRoom(0, nbytes)})
         try:
             for tensor in sorted(filter(has_own_storage, unknown), key=lambda each: each.nbytes, reverse=True):
                 if nbytes <= 0:
                     break
+                if tensor.is_cuda:  # whose memory may be of another stream, which is to wait for the copy
+                    tensor.record_stream(torch.cuda.current_stream(device))
                 tensor.data = tensor.clone()  # the same object, for whoever has it
                 nbytes -= tensor.nbytes
         except torch.OutOfMemoryError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -45,16 +45,10 @@ def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[in
     for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
         if device.type == "cuda" and (budget := pages.limit(device)):
             gradients = weights.bytes_on(device, _trained(optimizer, device, without_gradient=True))
-            replaced = weights.bytes_on(device, weights.plain_tensors(tensors_kept(optimizer)))
+            replaced = weights.bytes_on(device, weights.plain_tensors(weights.tensors_in(optimizer.state)))
             free = budget - pages.in_use(device) - gradients + replaced
             rooms[device.index] = _room(optimizer, device, budget, free)
     return rooms
-
-
-def tensors_kept(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The tensors of an optimizer's state."""
-    kept = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
-    return (value for value in kept if isinstance(value, Tensor))
 
 
 def _recorded(saver: Saver | None) -> Iterator[tuple[torch.device, int, int]]:
