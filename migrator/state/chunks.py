@@ -19,8 +19,10 @@ def chunks(of: ParameterState, most: int) -> list[ParameterState]:
     """Return chunks with at most so many bytes of state, in order; `[of]` if it is small enough, or cannot be cut.
 
     A chunk's tensors are flat views of the whole's. Each chunk but the last gets a copy of tensors without dimensions,
-    such as a number of steps, so that the whole counts once. A DTensor's chunks, even if it is one, are plain tensors:
-    an optimizer could not update them together with chunks of others else. There are none of it if it cannot be cut.
+    such as a number of steps, so that the whole counts once.
+
+    An optimizer cannot update plain tensors together with DTensors. So a DTensor is replaced by plain chunks, even if
+    one is enough; the list is empty if it cannot be cut.
     """
     parameter, gradient = own_memory(of.parameter), own_memory(of.parameter.grad)
     distributed = is_dtensor(of.parameter)
@@ -44,7 +46,7 @@ def chunks(of: ParameterState, most: int) -> list[ParameterState]:
 def _are_contiguous(of: ParameterState, parameter: Tensor, gradient: Tensor) -> bool:
     """Whether all tensors with dimensions have the parameter's shape, and their numbers one after the other.
 
-    A gradient of another type than its parameter is not taken for a chunk's.
+    The gradient must have the parameter's type, too: PyTorch refuses another one for a chunk.
     """
     kept = [own_memory(value) for value in of.state.values() if isinstance(value, Tensor)]
     return gradient.dtype == parameter.dtype and all(

@@ -44,7 +44,7 @@ class ParameterState:
 
 
 def those_in_dram(states: Iterable[ParameterState], lies_in_dram: Callable[[Tensor], bool]) -> Iterator[ParameterState]:
-    """Yield those with tensors that lie in DRAM, with these alone."""
+    """Yield those of which tensors lie in DRAM, each with these tensors alone."""
     for each in states:
         if tensors := {name: tensor for name, tensor in each.tensors.items() if lies_in_dram(tensor)}:
             yield replace(each, tensors=tensors)
