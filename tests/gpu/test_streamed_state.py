@@ -100,7 +100,11 @@ def test_state_that_does_not_fit_is_updated_as_it_would_be(
 ) -> None:
     budget = {"TIERS_HBM": str(BUDGET), "TIERS_DRAM": "8GiB", "TIERS_LEDGER": str(tmp_path / "ledger")}
     done = run(
-        (name, how, sharded), TIERS_ALLOCATOR="pages", TIERS_RUN=str(tmp_path / "run"), TIERS_LOG="info", **budget
+        (name, how, sharded, loaded),
+        TIERS_ALLOCATOR="pages",
+        TIERS_RUN=str(tmp_path / "run"),
+        TIERS_LOG="info",
+        **budget,
     )
     print(done.stderr)
     assert (done.returncode, done.stdout) == (0, run((name, how, sharded, loaded)).stdout), done.stderr

@@ -1,0 +1,234 @@
+"""How fast does a GPT train whose optimizer state lies in host memory, beside the libraries that do only that?
+
+``python -m benchmarks.offloading`` runs each way in a process of its own: plain PyTorch, torchao's
+``CPUOffloadOptimizer`` and DeepSpeed's ZeRO-Offload, which update on the CPU and need their lines in the program, and
+the plain program under tiers, in as much HBM as each of the two has taken. Ways whose package is not installed are left
+out. ``--layers 40 --width 3072`` has four times the weights.
+
+DeepSpeed keeps weights in bf16, with an fp32 copy in host memory; ``plain masters`` does the same in plain PyTorch. All
+others have fp32 weights under autocast. torchao copies each gradient to the host when it is made, before anything
+could clip it. So none of the ways clips.
+"""
+
+# mypy: no-warn-return-any
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.zoo.gpt import GPT
+from benchmarks.zoo.program import package, seeded
+from torch_tiers.allocator.sizes import GiB
+
+VOCABULARY, HEAD = 32000, 128
+TIMED = 12  # steps between two events: nothing waits for the device in between
+LR = 1e-4
+
+Step: TypeAlias = Callable[[Tensor], Tensor]
+"""Trains on tokens of shape (batch, length + 1), and returns the loss."""
+
+
+class Masters:
+    """AdamW over an fp32 copy of bf16 weights, as programs write it that train in bf16."""
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self._weights = list(weights)
+        self._masters = [nn.Parameter(weight.detach().float()) for weight in self._weights]
+        self._adamw = torch.optim.AdamW(self._masters, lr=LR, fused=True)
+
+    def step(self) -> None:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        self._adamw.step()
+        with torch.no_grad():
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
+                master.grad = None
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def autocast(model: nn.Module) -> Step:
+    """Fp32 weights, plain PyTorch."""
+    return _under_autocast(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+
+def torchao(model: nn.Module) -> Step:
+    """Fp32 weights, updated on the CPU as soon as a gradient is there."""
+    offloaded = package("torchao.optim").CPUOffloadOptimizer
+    return _under_autocast(model, offloaded(model.parameters(), torch.optim.AdamW, lr=LR, offload_gradients=True))
+
+
+def _under_autocast(model: nn.Module, optimizer: Any) -> Step:
+    def step(tokens: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            loss = _loss(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def masters(model: nn.Module) -> Step:
+    """Bf16 weights with an fp32 copy, plain PyTorch."""
+    model.to(torch.bfloat16)
+    optimizer = Masters(model.parameters())
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = _loss(model, tokens)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def deepspeed(model: nn.Module) -> Step:
+    """Bf16 weights with an fp32 copy in host memory, where DeepSpeed's AdamW runs."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = package("deepspeed").initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, dist_init_required=True
+    )
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = _loss(engine, tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+WAYS: dict[str, Callable[[nn.Module], Step]] = {
+    "autocast": autocast,
+    "torchao": torchao,
+    "masters": masters,
+    "deepspeed": deepspeed,
+}
+PEERS = {"torchao": "autocast", "deepspeed": "masters"}
+"""The plain program that does as each of the libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model and its batch."""
+
+    layers: int
+    width: int
+    batch: int
+    length: int
+    vocabulary: int = VOCABULARY
+
+
+def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str, Any]:
+    """Train for so many steps of which the last ones are timed: seconds a step, seconds to begin, bytes and loss."""
+    began = time.perf_counter()
+    cuda = device.type == "cuda"
+    generator = seeded(device)
+    with device:
+        heads = max(1, shape.width // HEAD)
+        model = GPT(shape.layers, shape.width, heads, shape.length, shape.vocabulary, checkpoint=True)
+    step = WAYS[way](model)
+    loss, started, timed = torch.zeros(()), 0.0, 0.0
+    for number in range(steps):
+        if number == steps - TIMED:
+            timed = _now(cuda)
+        loss = step(torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device=device, generator=generator))
+        if number == 0:
+            started = _now(cuda) - began
+    return {
+        "seconds": (_now(cuda) - timed) / TIMED,
+        "start": started,
+        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "loss": loss.item(),
+    }
+
+
+def _now(cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run(way: str, arguments: list[str], hbm: int) -> dict[str, Any] | None:
+    """Train in a process of its own, under tiers where `hbm` is a budget; None, and a line that says why, if it fails."""
+    tiers = {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(hbm), "TIERS_PLAN_CACHE": "0"} if hbm else {}
+    command = [sys.executable, "-m", "benchmarks.offloading", "--only", way, *arguments]
+    done = subprocess.run(command, env={**os.environ, **tiers}, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{way} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        return None
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def compare(ways: Iterable[str], arguments: list[str], rounds: int) -> None:
+    """Run the ways in turn, tiers in as much HBM as each library took, and print a line for each run."""
+    print(f"{'way':22}{'HBM GiB':>9}{'ms a step':>11}{'first step s':>14}{'loss':>9}")
+    for _ in range(rounds):
+        for way in ways:
+            if way in PEERS and find_spec(way) is None:
+                print(f"{way} is not installed", flush=True)
+            elif measured := _said(way, run(way, arguments, 0)):
+                if way in PEERS:
+                    _said(f"tiers: {PEERS[way]}", run(PEERS[way], arguments, measured["reserved"]))
+
+
+def _said(name: str, measured: dict[str, Any] | None) -> dict[str, Any] | None:
+    if measured is not None:
+        line = f"{name:22}{measured['reserved'] / GiB:9.1f}{1e3 * measured['seconds']:11.0f}{measured['start']:14.1f}"
+        print(f"{line}{measured['loss']:9.4f}", flush=True)
+    return measured
+
+
+def main() -> None:
+    """Compare the ways, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    shape = Shape(options.layers, options.width, options.batch, options.length, options.vocabulary)
+    if options.only is None:
+        sizes = ("layers", "width", "batch", "length", "vocabulary", "steps", "device")
+        arguments = [f"--{name}={getattr(options, name)}" for name in sizes]
+        compare(options.ways, arguments, options.rounds)
+        return
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not get between
+    print(json.dumps(train(options.only, shape, options.steps, torch.device(options.device))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
