@@ -3,7 +3,10 @@
 ``python -m benchmarks.offloading`` runs each way in a process of its own: plain PyTorch, torchao's
 ``CPUOffloadOptimizer`` and DeepSpeed's ZeRO-Offload, which update on the CPU and need their lines in the program, and
 the plain program under tiers, in as much HBM as each of the two has taken. Ways whose package is not installed are left
-out. ``--layers 40 --width 3072`` has four times the weights.
+out. ``--layers 44 --width 3072`` has four times the weights; with ``--hbm`` the plain programs run under tiers, too.
+
+Printed are the peak of reserved HBM from the fourth step on and before, how much more host memory is used at the end
+than at the beginning, the mean of the last 12 steps, and when the first step was over.
 
 DeepSpeed keeps weights in bf16, with an fp32 copy in host memory; ``plain masters`` does the same in plain PyTorch. All
 others have fp32 weights under autocast. torchao copies each gradient to the host when it is made, before anything
@@ -24,15 +27,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.zoo.gpt import GPT
 from benchmarks.zoo.program import package, seeded
-from torch_tiers.allocator.sizes import GiB
+from torch_tiers.allocator.sizes import GiB, parse_size
 
 VOCABULARY, HEAD = 32000, 128
+FIRST = 3  # steps, in which tiers may take HBM beyond the budget as long as there is some, as it learns
 TIMED = 12  # steps between two events: nothing waits for the device in between
 LR = 1e-4
 
@@ -145,27 +150,40 @@ class Shape:
 
 def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str, Any]:
     """Train for so many steps of which the last ones are timed: seconds a step, seconds to begin, bytes and loss."""
-    began = time.perf_counter()
+    began, used = time.perf_counter(), psutil.virtual_memory().used
     cuda = device.type == "cuda"
     generator = seeded(device)
     with device:
         heads = max(1, shape.width // HEAD)
         model = GPT(shape.layers, shape.width, heads, shape.length, shape.vocabulary, checkpoint=True)
     step = WAYS[way](model)
-    loss, started, timed = torch.zeros(()), 0.0, 0.0
+    loss, started, timed, reserved = torch.zeros(()), 0.0, 0.0, 0
     for number in range(steps):
         if number == steps - TIMED:
             timed = _now(cuda)
-        loss = step(torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), device=device, generator=generator))
+        size = (shape.batch, shape.length + 1)
+        loss = step(torch.randint(shape.vocabulary, size, device=device, generator=generator))
         if number == 0:
             started = _now(cuda) - began
+        if number == FIRST - 1:
+            reserved = _peak(cuda)
     return {
         "seconds": (_now(cuda) - timed) / TIMED,
         "start": started,
-        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
-        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "reserved": _peak(cuda),
+        "at first": reserved,
+        "host": psutil.virtual_memory().used - used,
         "loss": loss.item(),
     }
+
+
+def _peak(cuda: bool) -> int:
+    """Bytes of HBM that were reserved at most since this was asked last."""
+    if not cuda:
+        return 0
+    peak = torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def _now(cuda: bool) -> float:
@@ -175,10 +193,10 @@ def _now(cuda: bool) -> float:
 
 
 def run(way: str, arguments: list[str], hbm: int) -> dict[str, Any] | None:
-    """Train in a process of its own, under tiers where `hbm` is a budget; None, and a line that says why, if it fails."""
+    """Train in a process of its own, under tiers where `hbm` is a budget; None, and a line, if it fails."""
     tiers = {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(hbm), "TIERS_PLAN_CACHE": "0"} if hbm else {}
     command = [sys.executable, "-m", "benchmarks.offloading", "--only", way, *arguments]
-    done = subprocess.run(command, env={**os.environ, **tiers}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **tiers}, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{way} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
         return None
@@ -186,22 +204,28 @@ def run(way: str, arguments: list[str], hbm: int) -> dict[str, Any] | None:
     return measured
 
 
-def compare(ways: Iterable[str], arguments: list[str], rounds: int) -> None:
-    """Run the ways in turn, tiers in as much HBM as each library took, and print a line for each run."""
-    print(f"{'way':22}{'HBM GiB':>9}{'ms a step':>11}{'first step s':>14}{'loss':>9}")
+def compare(ways: Iterable[str], arguments: list[str], rounds: int, hbm: int) -> None:
+    """Run the ways in turn, tiers in as much HBM as each library took, or in `hbm`, and print a line for each run."""
+    print(
+        f"{'way':20}{'HBM, GiB':>10}{'at first':>10}{'host, GiB':>11}{'ms a step':>11}{'first step, s':>15}{'loss':>9}"
+    )
     for _ in range(rounds):
         for way in ways:
             if way in PEERS and find_spec(way) is None:
                 print(f"{way} is not installed", flush=True)
-            elif measured := _said(way, run(way, arguments, 0)):
-                if way in PEERS:
-                    _said(f"tiers: {PEERS[way]}", run(PEERS[way], arguments, measured["reserved"]))
+                continue
+            measured = _said(way, run(way, arguments, 0))
+            budget = hbm if way not in PEERS else max(measured["reserved"], measured["at first"]) if measured else 0
+            if budget:
+                plain = PEERS.get(way, way)
+                _said(f"{plain} with tiers", run(plain, arguments, budget))
 
 
 def _said(name: str, measured: dict[str, Any] | None) -> dict[str, Any] | None:
     if measured is not None:
-        line = f"{name:22}{measured['reserved'] / GiB:9.1f}{1e3 * measured['seconds']:11.0f}{measured['start']:14.1f}"
-        print(f"{line}{measured['loss']:9.4f}", flush=True)
+        memory = f"{measured['reserved'] / GiB:10.1f}{measured['at first'] / GiB:10.1f}{measured['host'] / GiB:11.1f}"
+        times = f"{1e3 * measured['seconds']:11.0f}{measured['start']:15.1f}"
+        print(f"{name:20}{memory}{times}{measured['loss']:9.4f}", flush=True)
     return measured
 
 
@@ -215,6 +239,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--hbm", type=parse_size, default=0, help="in which the plain programs run with tiers, too")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
@@ -223,7 +248,7 @@ def main() -> None:
     if options.only is None:
         sizes = ("layers", "width", "batch", "length", "vocabulary", "steps", "device")
         arguments = [f"--{name}={getattr(options, name)}" for name in sizes]
-        compare(options.ways, arguments, options.rounds)
+        compare(options.ways, arguments, options.rounds, options.hbm)
         return
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not get between
