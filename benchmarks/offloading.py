@@ -5,10 +5,10 @@
 the plain program under tiers, in as much HBM as each of the two has taken. Ways whose package is not installed are left
 out. ``--layers 44 --width 3072`` has four times the weights; with ``--hbm`` the plain programs run under tiers, too.
 
-Printed are the peak of reserved HBM from the fourth step on and before, how much more host memory is used at the end
-than at the beginning, the mean of the last 12 steps, and when the first step was over.
+Printed are the HBM that is in use at the end, and the most after one of the first three steps; how much more host
+memory is used at the end than at the beginning; the mean of the last 12 steps, and when the first step was over.
 
-DeepSpeed keeps weights in bf16, with an fp32 copy in host memory; ``plain masters`` does the same in plain PyTorch. All
+DeepSpeed keeps weights in bf16, with an fp32 copy in host memory; ``masters`` does the same in plain PyTorch. All
 others have fp32 weights under autocast. torchao copies each gradient to the host when it is made, before anything
 could clip it. So none of the ways clips.
 """
@@ -153,11 +153,13 @@ def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str,
     began, used = time.perf_counter(), psutil.virtual_memory().used
     cuda = device.type == "cuda"
     generator = seeded(device)
+    torch.zeros(1, device=device)  # CUDA is initialised
+    others = _hbm(cuda)
     with device:
         heads = max(1, shape.width // HEAD)
         model = GPT(shape.layers, shape.width, heads, shape.length, shape.vocabulary, checkpoint=True)
     step = WAYS[way](model)
-    loss, started, timed, reserved = torch.zeros(()), 0.0, 0.0, 0
+    loss, started, timed, first = torch.zeros(()), 0.0, 0.0, 0
     for number in range(steps):
         if number == steps - TIMED:
             timed = _now(cuda)
@@ -165,25 +167,24 @@ def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str,
         loss = step(torch.randint(shape.vocabulary, size, device=device, generator=generator))
         if number == 0:
             started = _now(cuda) - began
-        if number == FIRST - 1:
-            reserved = _peak(cuda)
+        if number < FIRST:
+            first = max(first, _hbm(cuda) - others)
     return {
         "seconds": (_now(cuda) - timed) / TIMED,
         "start": started,
-        "reserved": _peak(cuda),
-        "at first": reserved,
+        "hbm": _hbm(cuda) - others,  # allocators keep what they have
+        "at first": first,
         "host": psutil.virtual_memory().used - used,
         "loss": loss.item(),
     }
 
 
-def _peak(cuda: bool) -> int:
-    """Bytes of HBM that were reserved at most since this was asked last."""
+def _hbm(cuda: bool) -> int:
+    """Bytes of HBM in use, whoever's they are: PyTorch counts as reserved what tiers has in DRAM, too."""
     if not cuda:
         return 0
-    peak = torch.cuda.max_memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    return peak
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _now(cuda: bool) -> float:
@@ -215,7 +216,7 @@ def compare(ways: Iterable[str], arguments: list[str], rounds: int, hbm: int) ->
                 print(f"{way} is not installed", flush=True)
                 continue
             measured = _said(way, run(way, arguments, 0))
-            budget = hbm if way not in PEERS else max(measured["reserved"], measured["at first"]) if measured else 0
+            budget = hbm if way not in PEERS else max(measured["hbm"], measured["at first"]) if measured else 0
             if budget:
                 plain = PEERS.get(way, way)
                 _said(f"{plain} with tiers", run(plain, arguments, budget))
@@ -223,7 +224,7 @@ def compare(ways: Iterable[str], arguments: list[str], rounds: int, hbm: int) ->
 
 def _said(name: str, measured: dict[str, Any] | None) -> dict[str, Any] | None:
     if measured is not None:
-        memory = f"{measured['reserved'] / GiB:10.1f}{measured['at first'] / GiB:10.1f}{measured['host'] / GiB:11.1f}"
+        memory = f"{measured['hbm'] / GiB:10.1f}{measured['at first'] / GiB:10.1f}{measured['host'] / GiB:11.1f}"
         times = f"{1e3 * measured['seconds']:11.0f}{measured['start']:15.1f}"
         print(f"{name:20}{memory}{times}{measured['loss']:9.4f}", flush=True)
     return measured

@@ -88,12 +88,13 @@ def _memories(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def makes_state(optimizer: optim.Optimizer, group: int, state: Mapping[str, Any]) -> bool:
-    """Whether the next step makes state for a parameter of a group that has some.
+    """Whether the next step makes state for a parameter of a group, which has this so far.
 
-    SGD may, if the program has put some there, or has begun with momentum since. Others make all they have at once.
+    SGD does if it has momentum, of which the program may have begun with some. Others make all they have at once.
     """
-    has_momentum = isinstance(optimizer, optim.SGD) and optimizer.param_groups[group]["momentum"] != 0
-    return has_momentum and state.get("momentum_buffer") is None
+    if isinstance(optimizer, optim.SGD):
+        return optimizer.param_groups[group]["momentum"] != 0 and state.get("momentum_buffer") is None
+    return not state
 
 
 def step_over(

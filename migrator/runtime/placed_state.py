@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import weights
+from torch_tiers.migrator.program.master_weights import MasterWeights
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
 from torch_tiers.migrator.state.parameter_state import has_own_storage
-
-log = logging.getLogger("tiers")
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
@@ -38,6 +38,8 @@ class PlacedState:
         Know what an iteration needs, once one is recorded.
     moving : callable
         A scope in which state may move, if it yields True.
+    of_models : callable
+        Returns the parameters of all models that have run.
     """
 
     def __init__(
@@ -45,12 +47,16 @@ class PlacedState:
         pages: Callable[[], PageAllocator | None],
         savers: Savers,
         moving: Callable[[], AbstractContextManager[bool]],
+        of_models: Callable[[], Iterable[Tensor]],
     ) -> None:
         self._pages = pages
         self._savers = savers
         self._moving = moving
         self._known = WeakIdKeyDictionary()  # optimizers that have stepped, which may compare as they like
         self._placed = WeakIdKeyDictionary()  # those that have done so while an iteration was recorded
+        self._masters = MasterWeights(of_models)
+        self._read_once = WeakTensorKeyDictionary()  # in a step, what the allocator does not know as state
+        self.backward_over = self._masters.backward_over
         self._thread = _Thread()
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
@@ -58,6 +64,8 @@ class PlacedState:
         pages = self._pages()
         if pages is None:
             return
+        if self._masters.stepping(optimizer):
+            self._placed.pop(optimizer, None)
         rooms = {} if optimizer in self._placed else state_rooms(optimizer, self._savers.thread.saver)
         # What was loaded, or made in a step before, makes room.
         if rooms and (not optimizer.state or self._make_room(pages, optimizer)):
@@ -101,29 +109,23 @@ class PlacedState:
         shortage = shortages(optimizer, self._savers.thread.saver)
         with self._moving() as may:
             for device, nbytes in shortage.items() if may else ():
-                residence = pages.residence(device)
-                if residence is not None and (lacking := residence.make_room(nbytes)):
-                    self._take_in(pages, optimizer, device, residence, lacking)
+                if (residence := pages.residence(device)) is not None:
+                    self._note_read_once(optimizer, device, residence)
+                    residence.make_room(nbytes)
         return may
 
-    def _take_in(
-        self, pages: PageAllocator, optimizer: Optimizer, device: torch.device, residence: Residence, nbytes: int
-    ) -> None:
-        """Have state lie in DRAM, and be known as such, that a checkpoint brought to the GPU as any other memory."""
+    def _note_read_once(self, optimizer: Optimizer, device: torch.device, residence: Residence) -> None:
+        """Say what is read once a step beside the state that the allocator knows.
+
+        That is state which a checkpoint brought to the GPU as any other memory, and master weights.
+        """
         known = residence.state_blocks()
-        kept = weights.plain_tensors(weights.tensors_in(optimizer.state))
-        unknown = [each for each in kept if each.device == device and each.data_ptr() not in known]
-        self._begin(pages, {device.index: StateRoom(0, nbytes)})
-        try:
-            for tensor in sorted(filter(has_own_storage, unknown), key=lambda each: each.nbytes, reverse=True):
-                if nbytes <= 0:
-                    break
-                if tensor.is_cuda:  # whose memory may be of another stream, which is to wait for the copy
-                    tensor.record_stream(torch.cuda.current_stream(device))
-                tensor.data = tensor.clone()  # the same object, for whoever has it
-                nbytes -= tensor.nbytes
-        except torch.OutOfMemoryError:
-            log.warning("optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM")
-        finally:
-            self.over()
-        residence.count_state()
+        kept = weights.plain_tensors([*weights.tensors_in(optimizer.state), *self._masters.of(optimizer)])
+        for tensor in kept:
+            if tensor.device == device and tensor.data_ptr() not in known and has_own_storage(tensor):
+                self._read_once[tensor] = True
+        residence.set_read_once(partial(self._by_address, device))
+
+    def _by_address(self, device: torch.device) -> dict[int, int]:
+        found = (tensor for tensor in list(self._read_once) if tensor.device == device)
+        return {tensor.data_ptr(): tensor.nbytes for tensor in found if has_own_storage(tensor)}

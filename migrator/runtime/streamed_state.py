@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -77,10 +77,13 @@ class StreamedState:
         if shared.compute.capturing():
             return []
         in_dram: dict[int, int] = {}  # bytes, by address
+        # What a forward or a backward has a copy of must be written by operators, which the copy is told of.
+        weights = residence.weights()
 
         def lies_in_dram(tensor: Tensor) -> bool:
             address = tensor.data_ptr()
-            in_dram[address] = residence.dram_bytes(address) if tensor.device == device else 0
+            may = tensor.device == device and address not in weights
+            in_dram[address] = residence.dram_bytes(address) if may else 0
             return in_dram[address] > 0
 
         whole = (each for each in states if not makes_state(optimizer, each.group, each.state))
@@ -97,8 +100,8 @@ class StreamedState:
             parts = _parts(found, optimizer, most, buffer.numel())
         streamed, coming = list(compress(found, parts)), [part for of in parts for part in of]
 
-        def update(slice_: Sequence[ParameterState], state: Mapping[Tensor, dict[str, Any]]) -> None:
-            step_over(by_group(slice_), optimizer, step, state)
+        def update(slice_: Sequence[ParameterState]) -> None:
+            step_over(by_group(slice_), optimizer, step, {each.parameter: each.state for each in slice_})
 
         streamer = self._streamer(device)
         try:

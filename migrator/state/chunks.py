@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
-from torch_tiers.migrator.state.parameter_state import ParameterState
+from torch_tiers.migrator.state.parameter_state import PARAMETER, ParameterState
 
 ALIGNED = 1 << 14  # numbers: where a kernel takes several at once, a chunk begins where it would begin in the whole
 
@@ -39,7 +39,8 @@ def chunks(of: ParameterState, most: int) -> list[ParameterState]:
         chunk = flat[numbers]
         chunk.grad = flat_gradient[numbers]
         state = {name: _part(value, numbers, is_last=numbers.stop == count) for name, value in of.state.items()}
-        found.append(ParameterState(of.group, chunk, state, {name: state[name] for name in of.tensors}))
+        parts = {**state, PARAMETER: chunk}
+        found.append(ParameterState(of.group, chunk, state, {name: parts[name] for name in of.tensors}))
     return found
 
 

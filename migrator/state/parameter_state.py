@@ -13,6 +13,7 @@ from torch_tiers.allocator.sizes import MiB, round_up
 from torch_tiers.migrator.program.subclasses import own_memory
 from torch_tiers.migrator.streams.pieces import SLOT
 
+PARAMETER = ""  # the name of the parameter itself among the tensors that come to HBM: no state has it
 LEAST = 1 * MiB  # bytes: smaller tensors are read where they lie, as a copy of one takes no less time
 
 
@@ -29,7 +30,8 @@ class ParameterState:
     state : dict
         The optimizer's state of the parameter; empty before the first step.
     tensors : dict of str to Tensor
-        The tensors of the state that may come to HBM, by name: of a DTensor what this rank has.
+        The tensors that may come to HBM, by name: of the state, and the parameter as `PARAMETER`. Of a DTensor what
+        this rank has.
     """
 
     group: int
@@ -72,6 +74,8 @@ def all_states(optimizer: Optimizer) -> Iterator[ParameterState]:
                 continue
             state = optimizer.state.get(parameter, {})
             memory = {name: own_memory(value) for name, value in state.items()}
+            if parameter.grad.dtype == parameter.dtype:  # else a copy could not have the gradient
+                memory[PARAMETER] = own_memory(parameter)
             tensors = {
                 name: tensor for name, tensor in memory.items() if tensor is not None and has_own_storage(tensor)
             }

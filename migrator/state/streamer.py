@@ -1,4 +1,4 @@
-"""Copies optimizer state from DRAM to a buffer in HBM, slice by slice. The optimizer updates each slice there.
+"""Copies optimizer state, and master weights, from DRAM to a buffer in HBM, slice by slice. They are updated there.
 
 The slice is then copied back. An optimizer could read and write DRAM itself, at nine tenths of the speed of copies, if
 it reads each byte once. But most optimizers are a sequence of operators, each of which reads or writes all of it.
@@ -7,14 +7,16 @@ it reads each byte once. But most optimizers are a sequence of operators, each o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from torch_tiers.allocator.extents import Extent, ExtentMap
-from torch_tiers.migrator.state.parameter_state import ParameterState
+from torch_tiers.migrator.state.parameter_state import PARAMETER, ParameterState
 from torch_tiers.migrator.streams import Compute, Event, Lane
 from torch_tiers.migrator.streams.pieces import SLOT, Piece
 
@@ -66,15 +68,15 @@ class StateStreamer:
         self,
         slices: Iterable[Sequence[ParameterState]],
         buffer: Tensor,
-        update: Callable[[Sequence[ParameterState], Mapping[Tensor, dict[str, Any]]], None],
+        update: Callable[[Sequence[ParameterState]], None],
     ) -> None:
         """Call `update` for each slice while its tensors are in `buffer`, which is flat and holds each slice.
 
-        It is given the slice and its state, by parameter, with the tensors that are in the buffer. The optimizer's own
+        It is given the slice with the tensors that are in the buffer, as parameters and state. The optimizer's own
         state always has its own tensors. What else `update` puts into the state of a whole parameter, the optimizer has
         afterwards.
 
-        Once the present stream has passed this, the state is in DRAM again, and nobody uses the buffer. When this
+        Once the present stream has passed this, all of it is in DRAM again, and nobody uses the buffer. When this
         raises, call `close` before anybody else has the buffer's memory.
         """
         stream = self._compute.stream()
@@ -96,12 +98,9 @@ class StateStreamer:
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
             try:
-                copies = [_on(buffer, place) for place in now.places]
-                state = {each.parameter: dict(each.state) for each in now.slice_}
-                for place, copy in zip(now.places, copies, strict=True):
-                    state[place.of.parameter][place.name] = copy
-                update(now.slice_, state)
-                _take_over(now.slice_, state, copies)
+                brought = _brought(now, buffer)
+                update(brought)
+                _take_over(now.slice_, brought)
             finally:  # some of it may be updated, and its parameters with it
                 pieces = [_out_of(place, buffer) for place in now.places]
                 written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
@@ -144,17 +143,32 @@ def _first_byte(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _take_over(
-    updated: Iterable[ParameterState], state: Mapping[Tensor, dict[str, Any]], copies: Iterable[Tensor]
-) -> None:
+def _brought(coming: _Coming, buffer: Tensor) -> list[ParameterState]:
+    """A slice with the tensors in the buffer in place of its own."""
+    copies: dict[int, dict[str, Tensor]] = {id(each): {} for each in coming.slice_}
+    for place in coming.places:
+        copies[id(place.of)][place.name] = _on(buffer, place)
+    return [_with(copies[id(each)], each) for each in coming.slice_]
+
+
+def _with(copies: dict[str, Tensor], each: ParameterState) -> ParameterState:
+    parameter = copies.get(PARAMETER, each.parameter)
+    if parameter is not each.parameter:
+        parameter.grad = each.parameter.grad
+        increment_version(each.parameter)  # as whoever writes it by an operator does
+    state = {**each.state, **{name: copy for name, copy in copies.items() if name != PARAMETER}}
+    return replace(each, parameter=parameter, state=state, tensors=copies)
+
+
+def _take_over(slice_: Iterable[ParameterState], brought: Iterable[ParameterState]) -> None:
     """Give an optimizer what it has put into a slice's state, but for the copies."""
-    known = {id(copy) for copy in copies}
-    for each in updated:
-        each.state.update((name, value) for name, value in state[each.parameter].items() if id(value) not in known)
+    for each, updated in zip(slice_, brought, strict=True):
+        copies = {id(copy) for copy in updated.tensors.values()}
+        each.state.update((name, value) for name, value in updated.state.items() if id(value) not in copies)
 
 
 def _on(buffer: Tensor, place: _Place) -> Tensor:
-    """A tensor as the state's is, at its place in the buffer."""
+    """A tensor as it is in DRAM, at its place in the buffer."""
     like = place.tensor
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
     return empty.set_(buffer.untyped_storage(), place.at // like.element_size(), like.size(), like.stride())

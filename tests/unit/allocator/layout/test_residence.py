@@ -70,10 +70,26 @@ def test_state_that_was_loaded_makes_room_at_once(pages: OnOneCore, core: Core) 
     residence = pages.residence(GPU)
     assert residence is not None and pages.state_in_dram == 0
     assert residence.state_blocks() == set(blocks)
-    assert residence.make_room(NBYTES + 1) == 0
+    residence.make_room(NBYTES + 1)
     assert sum(residence.in_dram(block) for block in blocks) == 2
     assert pages.state_in_dram == 2 * NBYTES, "it is known before a period has ended"
-    assert residence.make_room(3 * NBYTES) == 1 * NBYTES, "no more of it is in HBM"
+    residence.make_room(3 * NBYTES)
+    assert all(residence.in_dram(block) for block in blocks), "there is no more of it"
+
+
+def test_what_else_is_read_once_a_step_makes_room_as_state_does(pages: OnOneCore, core: Core, state: int) -> None:
+    residence = pages.residence(GPU)
+    assert residence is not None
+    masters, weight = [core.allocate(NBYTES) for _ in range(3)], core.allocate(NBYTES)
+    alive = dict.fromkeys(masters[:2], NBYTES)
+    residence.set_read_once(lambda: alive)
+    residence.make_room(4 * NBYTES)
+    assert [residence.in_dram(block) for block in (*masters, weight)] == [True, True, False, False]
+    assert pages.state_in_dram == 3 * NBYTES
+    alive.pop(masters[0])
+    step(core, 4 * MiB)
+    pages.period_over()
+    assert pages.state_in_dram == 2 * NBYTES, "it is gone"
 
 
 def test_state_that_is_streamed_is_not_read_where_it_lies(pages: OnOneCore, core: Core, state: int) -> None:

@@ -70,6 +70,8 @@ def test_a_step_may_make_state_for_a_parameter_that_has_some() -> None:
     assert makes_state(momentum, 0, {"momentum_buffer": None})
     assert not makes_state(momentum, 0, {"momentum_buffer": of[0]})
     assert not makes_state(none, 0, {"average": of[0]})
+    assert not makes_state(none, 0, {})
+    assert makes_state(optim.Adam(of), 0, {})
     assert not makes_state(optim.Adam(of), 0, {"average": of[0]})
 
 

@@ -27,14 +27,19 @@ COUNT = 6  # parameters
 
 
 class Residence:
-    """All state lies in DRAM; of a buffer HBM has the bytes `in_hbm`."""
+    """All lies in DRAM but what is at the addresses `stay`; of a buffer HBM has the bytes `in_hbm`."""
 
-    def __init__(self) -> None:
+    def __init__(self, stay: set[int]) -> None:
+        self.stay = stay
         self.in_hbm: tuple[int, int] | None = None
         self.streamed: dict[int, int] = {}
+        self.streamed_weights: dict[int, int] = {}
 
     def dram_bytes(self, address: int) -> int:
-        return NBYTES
+        return 0 if address in self.stay else NBYTES
+
+    def weights(self) -> dict[int, int]:
+        return self.streamed_weights
 
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
         return self.in_hbm or (0, nbytes)
@@ -50,7 +55,7 @@ class Steps:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(times * NBYTES // 4)) for _ in range(COUNT)]
         self.optimizer = optim.SGD(self.parameters, lr=0.1, momentum=0.9)
-        self.residence = Residence()
+        self.residence = Residence({parameter.data_ptr() for parameter in self.parameters})
         self.counters = Counters()
         self.compute = HostCompute(self.counters)
         device = Device(self.compute, *lanes(CPU, ("d2h", "h2d"), self.counters), budget)
@@ -103,6 +108,24 @@ def test_state_that_was_made_in_the_first_step_is_streamed_from_the_second_on() 
     assert steps.copied == COUNT * NBYTES
     assert steps.sizes == [2, 2, 2]
     assert sum(steps.residence.streamed.values()) == COUNT * NBYTES
+    assert same_as_plain(steps)
+
+
+def test_master_weights_that_lie_in_dram_come_with_their_state() -> None:
+    steps = Steps()
+    steps.residence.stay.clear()
+    steps.make()
+    assert steps.copied == 2 * COUNT * NBYTES, "not in the first step, which makes state for a whole parameter"
+    assert steps.sizes == [1] * COUNT
+    assert same_as_plain(steps)
+
+
+def test_a_weight_that_forwards_have_copies_of_is_updated_where_it_lies() -> None:
+    steps = Steps()
+    steps.residence.stay.clear()
+    steps.residence.streamed_weights = {parameter.data_ptr(): NBYTES for parameter in steps.parameters}
+    steps.make()
+    assert steps.copied == COUNT * NBYTES
     assert same_as_plain(steps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn, optim
 
-from torch_tiers.migrator.state.parameter_state import LEAST, all_but, all_states, by_group, those_in_dram
+from torch_tiers.migrator.state.parameter_state import LEAST, PARAMETER, all_but, all_states, by_group, those_in_dram
 
 COUNT = LEAST // 4
 
@@ -22,14 +22,28 @@ def weight(count: int = COUNT) -> nn.Parameter:
     return nn.Parameter(torch.ones(count))
 
 
-def everywhere(_: Tensor) -> bool:
-    return True
+def everywhere(tensor: Tensor) -> bool:
+    """All state lies in DRAM, and no parameter does."""
+    return not isinstance(tensor, nn.Parameter)
 
 
 def test_moments_may_come_and_the_number_of_steps_may_not() -> None:
     (found,) = those_in_dram(all_states(stepped(weight())), everywhere)
     assert found.tensors.keys() == {"exp_avg", "exp_avg_sq"}
     assert found.nbytes == 2 * LEAST
+
+
+def test_a_parameter_may_come_by_itself() -> None:
+    optimizer = stepped(one := weight(), weight())
+    (found,) = those_in_dram(all_states(optimizer), lambda tensor: tensor is one)
+    assert found.tensors == {PARAMETER: one} and found.nbytes == LEAST
+
+
+def test_a_parameter_stays_whose_copy_could_not_have_its_gradient() -> None:
+    one = weight()
+    one.grad_dtype = torch.bfloat16
+    one.grad = torch.ones(COUNT, dtype=torch.bfloat16)
+    assert not list(those_in_dram(all_states(optim.SGD([one])), lambda tensor: tensor is one))
 
 
 def test_small_tensors_stay() -> None:

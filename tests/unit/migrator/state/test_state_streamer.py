@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torch_tiers.migrator.state.parameter_state import ParameterState
+from torch_tiers.migrator.state.parameter_state import PARAMETER, ParameterState
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.streams import Event, Stream
 from torch_tiers.migrator.streams.host import HostCompute, HostLane
@@ -20,7 +20,6 @@ from torch_tiers.migrator.streams.pieces import Piece
 from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 4096
-State: TypeAlias = Mapping[Tensor, dict[str, Any]]
 
 
 class Slow(HostLane):
@@ -78,21 +77,40 @@ def slices(count: int, each: int = 1) -> list[list[ParameterState]]:
 def test_every_slice_is_updated_once_with_its_own_state(slots: int, seed: int) -> None:
     all_slices = slices(9, each=1 + seed % 2)
     expected = [each.tensors["moment"] * 2 + 1 for slice_ in all_slices for each in slice_]
-    order: list[ParameterState] = []
+    all_states = [each for slice_ in all_slices for each in slice_]
+    order: list[Tensor] = []
 
-    def update(slice_: Sequence[ParameterState], state: State) -> None:
+    def update(slice_: Sequence[ParameterState]) -> None:
+        assert all(each.state["moment"] is each.tensors["moment"] for each in all_states), "the optimizer has its own"
         for each in slice_:
-            state[each.parameter]["moment"].mul_(2).add_(1)
-            assert each.state["moment"] is each.tensors["moment"], "the optimizer has its own tensors"
-            order.append(each)
+            each.state["moment"].mul_(2).add_(1)
+            order.append(each.parameter)
 
     streaming = streamer(seed)
     streaming.run(all_slices, torch.empty(slots * (1 + seed % 2) * NBYTES, dtype=torch.uint8), update)
     streaming.close()
-    assert all(one is other for one, other in zip(order, (k for s in all_slices for k in s), strict=True))
-    for each, wanted in zip(order, expected, strict=True):
+    assert all(one is each.parameter for one, each in zip(order, all_states, strict=True))
+    for each, wanted in zip(all_states, expected, strict=True):
         assert each.state["moment"] is each.tensors["moment"], "the optimizer still has its own tensors"
         assert torch.equal(each.tensors["moment"], wanted)
+
+
+def test_a_parameter_comes_with_its_gradient_and_is_written_as_by_an_operator() -> None:
+    parameter = torch.nn.Parameter(torch.rand(NBYTES // 4))
+    parameter.grad, moment = torch.rand(NBYTES // 4), torch.rand(NBYTES // 4)
+    address, version, wanted = parameter.data_ptr(), parameter._version, parameter.detach() - parameter.grad
+    each = ParameterState(0, parameter, {"moment": moment}, {PARAMETER: parameter, "moment": moment})
+
+    def update(slice_: Sequence[ParameterState]) -> None:
+        there = slice_[0].parameter
+        assert there.data_ptr() != address and there.grad is parameter.grad and list(slice_[0].state) == ["moment"]
+        there.sub_(there.grad)
+
+    streaming = streamer()
+    streaming.run([[each]], torch.empty(2 * NBYTES, dtype=torch.uint8), update)
+    streaming.close()
+    assert parameter.data_ptr() == address and parameter._version > version
+    assert torch.equal(parameter, wanted)
 
 
 def test_a_tensor_keeps_its_strides_and_type_in_the_buffer() -> None:
@@ -103,7 +121,7 @@ def test_a_tensor_keeps_its_strides_and_type_in_the_buffer() -> None:
     streaming.run(
         [[each]],
         torch.empty(2 * tensor.nbytes, dtype=torch.uint8),
-        lambda _, state: seen.append(state[each.parameter]["moment"].clone()),
+        lambda slice_: seen.append(slice_[0].state["moment"].clone()),
     )
     streaming.close()
     assert torch.equal(seen[0], tensor)
@@ -114,9 +132,9 @@ def test_what_was_updated_before_an_error_is_kept_as_it_is() -> None:
     first, second, third = all_slices = slices(3)
     before = [slice_[0].tensors["moment"].clone() for slice_ in all_slices]
 
-    def update(slice_: Sequence[ParameterState], state: State) -> None:
-        state[slice_[0].parameter]["moment"].add_(1)
-        if slice_ is second:
+    def update(slice_: Sequence[ParameterState]) -> None:
+        slice_[0].state["moment"].add_(1)
+        if slice_[0].parameter is second[0].parameter:
             raise RuntimeError("half way")
 
     streaming = streamer()
@@ -153,7 +171,7 @@ def test_what_an_optimizer_puts_in_the_place_of_its_state_stays() -> None:
     slice_, other = slices(1)[0], torch.zeros(3)
     buffer = torch.empty(NBYTES, dtype=torch.uint8)
     streaming = streamer()
-    streaming.run([slice_], buffer, lambda updated, state: state[updated[0].parameter].update(moment=other, new=3))
+    streaming.run([slice_], buffer, lambda updated: updated[0].state.update(moment=other, new=3))
     streaming.close()
     assert slice_[0].state["moment"] is other
     assert slice_[0].state["new"] == 3
@@ -166,7 +184,7 @@ def test_the_next_slice_comes_while_one_is_updated() -> None:
     streaming = streamer()
     came: list[bool] = []
 
-    def update(slice_: Sequence[ParameterState], state: State) -> None:
+    def update(slice_: Sequence[ParameterState]) -> None:
         deadline = time.monotonic() + 10
         there = buffer.view(torch.float32)[NBYTES // 4 : 2 * NBYTES // 4]
         while not (came or torch.equal(there, second)) and time.monotonic() < deadline:
@@ -184,9 +202,9 @@ def test_nothing_outside_of_the_buffer_is_touched() -> None:
     buffer = whole[2 * NBYTES : 5 * NBYTES]
     low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
 
-    def update(slice_: Sequence[ParameterState], state: State) -> None:
-        assert all(low <= of["moment"].data_ptr() < high for of in state.values())
-        state[slice_[0].parameter]["moment"].add_(1)
+    def update(slice_: Sequence[ParameterState]) -> None:
+        assert all(low <= each.state["moment"].data_ptr() < high for each in slice_)
+        slice_[0].state["moment"].add_(1)
 
     streaming = streamer()
     streaming.run(slices(9), buffer, update)
