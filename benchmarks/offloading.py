@@ -6,7 +6,8 @@ the plain program under tiers, in as much HBM as each of the two has taken. Ways
 out. ``--layers 44 --width 3072`` has four times the weights; with ``--hbm`` the plain programs run under tiers, too.
 
 Printed are the HBM that is in use at the end, and the most after one of the first three steps; how much more host
-memory is used at the end than at the beginning; the mean of the last 12 steps, and when the first step was over.
+memory is used at the end than at the beginning; the mean of the last 12 steps, and when the first step was over. A step
+with tiers is to be below `bound`: what streaming takes that a forward could not hide, and 15%.
 
 DeepSpeed keeps weights in bf16, with an fp32 copy in host memory; ``masters`` does the same in plain PyTorch. All
 others have fp32 weights under autocast. torchao copies each gradient to the host when it is made, before anything
@@ -35,6 +36,7 @@ from torch.nn import functional as F
 from benchmarks.zoo.gpt import GPT
 from benchmarks.zoo.program import package, seeded
 from torch_tiers.allocator.sizes import GiB, parse_size
+from torch_tiers.session import current
 
 VOCABULARY, HEAD = 32000, 128
 FIRST = 3  # steps, in which tiers may take HBM beyond the budget as long as there is some, as it learns
@@ -159,7 +161,7 @@ def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str,
         heads = max(1, shape.width // HEAD)
         model = GPT(shape.layers, shape.width, heads, shape.length, shape.vocabulary, checkpoint=True)
     step = WAYS[way](model)
-    loss, started, timed, first = torch.zeros(()), 0.0, 0.0, 0
+    loss, started, timed, first, streamed = torch.zeros(()), 0.0, 0.0, 0, 0
     for number in range(steps):
         if number == steps - TIMED:
             timed = _now(cuda)
@@ -169,14 +171,50 @@ def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str,
             started = _now(cuda) - began
         if number < FIRST:
             first = max(first, _hbm(cuda) - others)
+        if number == steps - TIMED - 1:
+            streamed = _streamed()
+    seconds = (_now(cuda) - timed) / TIMED
     return {
-        "seconds": (_now(cuda) - timed) / TIMED,
+        "seconds": seconds,
         "start": started,
+        "streamed": (_streamed() - streamed) / TIMED,
         "hbm": _hbm(cuda) - others,  # allocators keep what they have
         "at first": first,
         "host": psutil.virtual_memory().used - used,
         "loss": loss.item(),
+        **(_alone(way, model, shape, device) if way in PEERS.values() and cuda and current() is None else {}),
     }
+
+
+def _streamed() -> int:
+    """Bytes of state that tiers has brought to HBM so far, and that have left it."""
+    session = current()
+    return 0 if session is None else int(session.stats()["moved"].get("state_read", 0))
+
+
+def _alone(way: str, model: nn.Module, shape: Shape, device: torch.device) -> dict[str, float]:
+    """Seconds of a forward alone, and bytes a second each way over the link, both ways at once."""
+    tokens = torch.zeros(shape.batch, shape.length + 1, dtype=torch.int64, device=device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=way == "autocast"):
+        _loss(model, tokens)
+        began = _now(True)
+        _loss(model, tokens)
+        forward = _now(True) - began
+    kinds: list[dict[str, Any]] = [{"device": device}, {"pin_memory": True}]
+    pairs = [[torch.empty(GiB // 4, dtype=torch.uint8, **kind) for kind in order] for order in (kinds, kinds[::-1])]
+    streams = [torch.cuda.Stream() for _ in pairs]
+    began = _now(True)
+    for _ in range(16):
+        for stream, (source, target) in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+    return {"forward": forward, "rate": 16 * (GiB // 4) / (_now(True) - began)}
+
+
+def bound(plain: dict[str, Any], tiers: dict[str, Any]) -> float:
+    """Seconds of a step if state crossed the link beside a forward, and what is left of it alone; and 15% more."""
+    exposed = max(0.0, tiers["streamed"] / plain["rate"] - plain["forward"])
+    return float(1.15 * (plain["seconds"] + exposed))
 
 
 def _hbm(cuda: bool) -> int:
@@ -207,19 +245,20 @@ def run(way: str, arguments: list[str], hbm: int) -> dict[str, Any] | None:
 
 def compare(ways: Iterable[str], arguments: list[str], rounds: int, hbm: int) -> None:
     """Run the ways in turn, tiers in as much HBM as each library took, or in `hbm`, and print a line for each run."""
-    print(
-        f"{'way':20}{'HBM, GiB':>10}{'at first':>10}{'host, GiB':>11}{'ms a step':>11}{'first step, s':>15}{'loss':>9}"
-    )
+    names = f"{'HBM, GiB':>10}{'at first':>10}{'host, GiB':>11}{'ms a step':>11}{'first step, s':>15}{'loss':>9}"
+    print(f"{'way':20}{names}")
     for _ in range(rounds):
+        done: dict[str, dict[str, Any]] = {}
         for way in ways:
             if way in PEERS and find_spec(way) is None:
                 print(f"{way} is not installed", flush=True)
-                continue
-            measured = _said(way, run(way, arguments, 0))
-            budget = hbm if way not in PEERS else max(measured["hbm"], measured["at first"]) if measured else 0
-            if budget:
+            elif measured := _said(way, run(way, arguments, 0)):
+                done[way] = measured
+                budget = max(measured["hbm"], measured["at first"]) if way in PEERS else hbm
                 plain = PEERS.get(way, way)
-                _said(f"{plain} with tiers", run(plain, arguments, budget))
+                tiers = _said(f"{plain} with tiers", run(plain, arguments, budget)) if budget else None
+                if tiers and "rate" in done.get(plain, {}):
+                    print(f"{'  which is to be below':51}{1e3 * bound(done[plain], tiers):11.0f}", flush=True)
 
 
 def _said(name: str, measured: dict[str, Any] | None) -> dict[str, Any] | None:
