@@ -252,8 +252,8 @@ class PageAllocator:
         return periods is not None and periods.residence.is_short
 
     def residence(self, device: torch.device) -> Residence | None:
-        """Which state and weights of a GPU lie in DRAM; None before its first request."""
-        periods = self._of(device.index)
+        """Which state and weights of a GPU lie in DRAM; None before its first request, and for other devices."""
+        periods = self._of(device.index) if device.type == "cuda" else None
         return periods.residence if periods is not None else None
 
     # -------------------------------------------------------------------------------------- DRAM

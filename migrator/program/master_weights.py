@@ -5,7 +5,7 @@ No forward and no backward reads them, so they may lie in DRAM as the optimizer'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,20 +37,22 @@ class MasterWeights:
 
     def stepping(self, optimizer: Optimizer) -> bool:
         """An optimizer begins a step; return whether master weights of it are found."""
-        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if optimizer not in self._seen:
             self._seen[optimizer] = True
             known = {id(parameter) for parameter in self._of_models()}
-            self._may_be.update((tensor, False) for tensor in updated if id(tensor) not in known)
+            self._may_be.update((tensor, False) for tensor in _updated(optimizer) if id(tensor) not in known)
             return False
-        if not self._may_be:
+        if not self._may_be:  # as in most programs
             return False
-        decided = [tensor for tensor in updated if tensor in self._may_be and tensor.grad is not None]
+        decided = [each for each in _updated(optimizer) if each in self._may_be and each.grad is not None]
         found = [tensor for tensor in decided if self._may_be.pop(tensor)]
         self._found.update((tensor, True) for tensor in found)
         return bool(found)
 
     def of(self, optimizer: Optimizer) -> list[Tensor]:
         """Those of an optimizer that were found."""
-        updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [tensor for tensor in updated if tensor in self._found] if self._found else []
+        return [tensor for tensor in _updated(optimizer) if tensor in self._found] if self._found else []
+
+
+def _updated(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -107,11 +107,13 @@ class PlacedState:
     def _make_room(self, pages: PageAllocator, optimizer: Optimizer) -> bool:
         """Move state to DRAM, as far as HBM lacked room in the last forward and backward; whether it might move."""
         shortage = shortages(optimizer, self._savers.thread.saver)
+        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         with self._moving() as may:
-            for device, nbytes in shortage.items() if may else ():
+            for device in devices if may else ():
                 if (residence := pages.residence(device)) is not None:
                     self._note_read_once(optimizer, device, residence)
-                    residence.make_room(nbytes)
+                    if device in shortage:
+                        residence.make_room(shortage[device])
         return may
 
     def _note_read_once(self, optimizer: Optimizer, device: torch.device, residence: Residence) -> None:
