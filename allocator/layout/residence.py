@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from torch_tiers.allocator.host.claims import DramClaims
@@ -49,6 +49,7 @@ class Residence:
         self._last_streamed = 0  # bytes: in the last period that streamed any
         self._weights: Callable[[], Mapping[int, int]] = dict
         self._read_once: Callable[[], Mapping[int, int]] = dict
+        self._also_state: Sequence[int] = ()  # addresses of these, as anything was to move last
         self._device = device
         self._core = core
         self._claims = claims
@@ -104,9 +105,10 @@ class Residence:
         return self._weights()
 
     def set_read_once(self, blocks: Callable[[], Mapping[int, int]]) -> None:
-        """From now on these blocks may lie in DRAM as state does: `blocks` returns bytes by address.
+        """From now on these may lie in DRAM as state does: `blocks` returns bytes by address.
 
-        Of each whole pages move, so that nothing else does.
+        Those that are no blocks, or are known as state, do not count. Of each whole pages move, so that nothing else
+        does.
         """
         self._read_once = blocks
 
@@ -125,13 +127,9 @@ class Residence:
         self._move_some({}, nbytes)
         self.state = self._state_in_dram()
 
-    def state_blocks(self) -> set[int]:
-        """The addresses of all state."""
-        blocks = self._core.blocks()
-        return set(blocks["address"][blocks["class"] == STATE].tolist())
-
     def _state_in_dram(self) -> int:
-        return int(self._core.glance().dram_state) + sum(map(self.dram_bytes, self._read_once()))
+        glance = self._core.glance()
+        return int(glance.dram_state) + (sum(map(self.dram_bytes, self._also_state)) if glance.dram else 0)
 
     def is_due(self, dram: int, spilled: int) -> bool:
         """Whether `period_over` will look for what to promote, after a period with so many bytes in DRAM."""
@@ -183,16 +181,20 @@ class Residence:
     def _move_some(self, weights: Mapping[int, int], short: int) -> bool:
         core = self._core
         blocks = core.blocks()
+        known = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED)]
+        others = set(blocks["address"][blocks["kind"] == USED].tolist()).difference(known["address"], self._weights())
+        also = {address: nbytes for address, nbytes in self._read_once().items() if address in others}
+        self._also_state = tuple(also)
         # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
         # does, whatever its size.
-        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
-        state = [Resident(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
-        read_once = self._residents(self._read_once(), are_weights=False)
+        known = known[known["bytes"] >= 2 * PAGE]
+        state = [Resident(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in known]
+        state += self._residents(also, are_weights=False)
         streamed = self._residents(weights, are_weights=True)
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         demote, promote = demote_or_promote(
-            [*state, *read_once, *streamed], short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
+            [*state, *streamed], short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
         )
         moved = 0
         for tier, addresses in ((DRAM, demote), (HBM, promote)):

@@ -34,10 +34,12 @@ def may_be_split(optimizer: optim.Optimizer) -> bool:
     Optimizers choose their kernels by the types and devices of a group's parameters, and by whether a gradient of it is
     sparse. A part of a mixed group could get other kernels than the whole, so it is not split. Nor is a step that
     updates something twice, whose order would be another. Nor one of DTensors for which ranks communicate: each rank
-    has its own parts, and their order would differ between ranks.
+    has its own parts, and their order would differ between ranks. Nor one of which the program has replaced what finds
+    the state: that may know the optimizer itself, and no part of it.
     """
     return (
         type(optimizer) in BY_PARAMETER
+        and "_init_group" not in vars(optimizer)
         and all(_are_alike(group) for group in optimizer.param_groups)
         and _is_local(optimizer)
         and not _is_anything_shared(optimizer)
@@ -73,14 +75,17 @@ def _is_local(optimizer: optim.Optimizer) -> bool:
 
 
 def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
-    """Whether a parameter comes twice, or a tensor of the state has the storage of another, or of what is updated."""
+    """Whether a parameter comes twice, or any two of parameters, gradients and state have memory in common.
+
+    Parameters may be views of one storage, and gradients of another.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     addresses = [memory.data_ptr() for memory in _memories(parameters) if memory.numel()]
-    storages = [memory.untyped_storage()._cdata for memory in _memories(tensors_in(optimizer.state))]
-    others = _memories(tensor for parameter in parameters for tensor in (parameter, parameter.grad))
-    touched = {memory.untyped_storage()._cdata for memory in others}
-    is_twice = len(set(addresses)) < len(addresses) or len(set(storages)) < len(storages)
-    return is_twice or not touched.isdisjoint(storages)
+    kept = [memory.untyped_storage()._cdata for memory in _memories(tensors_in(optimizer.state))]
+    updated = {memory.untyped_storage()._cdata for memory in _memories(parameters)}
+    gradients = {memory.untyped_storage()._cdata for memory in _memories(each.grad for each in parameters)}
+    is_twice = len(set(addresses)) < len(addresses) or len(set(kept)) < len(kept)
+    return is_twice or not (updated | gradients).isdisjoint(kept) or not updated.isdisjoint(gradients)
 
 
 def _memories(values: Iterable[object]) -> Iterator[Tensor]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import weights
-from torch_tiers.migrator.program.master_weights import MasterWeights
+from torch_tiers.migrator.program.master_weights import master_weights
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
 from torch_tiers.migrator.state.parameter_state import has_own_storage
@@ -54,9 +53,10 @@ class PlacedState:
         self._moving = moving
         self._known = WeakIdKeyDictionary()  # optimizers that have stepped, which may compare as they like
         self._placed = WeakIdKeyDictionary()  # those that have done so while an iteration was recorded
-        self._masters = MasterWeights(of_models)
-        self._read_once = WeakTensorKeyDictionary()  # in a step, what the allocator does not know as state
-        self.backward_over = self._masters.backward_over
+        self._of_models = of_models
+        # Of optimizers, the identities of what the allocator does not know as state. No weak references: PyTorch does
+        # not swap tensors that have any.
+        self._read_once = WeakIdKeyDictionary()
         self._thread = _Thread()
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
@@ -64,11 +64,9 @@ class PlacedState:
         pages = self._pages()
         if pages is None:
             return
-        if self._masters.stepping(optimizer):
-            self._placed.pop(optimizer, None)
         rooms = {} if optimizer in self._placed else state_rooms(optimizer, self._savers.thread.saver)
-        # What was loaded, or made in a step before, makes room.
-        if rooms and (not optimizer.state or self._make_room(pages, optimizer)):
+        # What was loaded, or made before, makes room.
+        if rooms and self._make_room(pages, optimizer):
             self._placed[optimizer] = True
         if optimizer not in self._known or steps < FIRST_STEPS:
             self._begin(pages, rooms)
@@ -106,28 +104,39 @@ class PlacedState:
 
     def _make_room(self, pages: PageAllocator, optimizer: Optimizer) -> bool:
         """Move state to DRAM, as far as HBM lacked room in the last forward and backward; whether it might move."""
+        masters = master_weights(optimizer, self._of_models())
+        if not (optimizer.state or masters):
+            return True
         shortage = shortages(optimizer, self._savers.thread.saver)
-        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         with self._moving() as may:
-            for device in devices if may else ():
-                if (residence := pages.residence(device)) is not None:
-                    self._note_read_once(optimizer, device, residence)
-                    if device in shortage:
-                        residence.make_room(shortage[device])
+            for device in self._note_read_once(pages, optimizer, masters) if may else ():
+                residence = pages.residence(device)
+                if residence is not None and device in shortage:
+                    residence.make_room(shortage[device])
         return may
 
-    def _note_read_once(self, optimizer: Optimizer, device: torch.device, residence: Residence) -> None:
-        """Say what is read once a step beside the state that the allocator knows.
+    def _note_read_once(
+        self, pages: PageAllocator, optimizer: Optimizer, masters: Sequence[Tensor]
+    ) -> set[torch.device]:
+        """Say what of an optimizer is read once a step beside the state that the allocator knows; return its devices.
 
         That is state which a checkpoint brought to the GPU as any other memory, and master weights.
         """
-        known = residence.state_blocks()
-        kept = weights.plain_tensors([*weights.tensors_in(optimizer.state), *self._masters.of(optimizer)])
-        for tensor in kept:
-            if tensor.device == device and tensor.data_ptr() not in known and has_own_storage(tensor):
-                self._read_once[tensor] = True
-        residence.set_read_once(partial(self._by_address, device))
+        tensors = [*weights.plain_tensors(weights.tensors_in(optimizer.state)), *masters]
+        devices = {tensor.device for tensor in tensors}
+        self._read_once[optimizer] = {id(master) for master in masters}
+        for device in devices:
+            if (residence := pages.residence(device)) is not None:
+                residence.set_read_once(partial(self._by_address, device))
+        return devices
 
     def _by_address(self, device: torch.device) -> dict[int, int]:
-        found = (tensor for tensor in list(self._read_once) if tensor.device == device)
-        return {tensor.data_ptr(): tensor.nbytes for tensor in found if has_own_storage(tensor)}
+        """What is read once a step and has a block of its own: bytes by address."""
+        found: dict[int, int] = {}
+        for optimizer, masters in self._read_once.items():
+            updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            kept = weights.plain_tensors(weights.tensors_in(optimizer.state))
+            for tensor in (*kept, *(each for each in updated if id(each) in masters)):
+                if tensor.device == device and has_own_storage(tensor):
+                    found[tensor.data_ptr()] = tensor.nbytes
+        return found

@@ -65,7 +65,7 @@ class Runtime:
         self._savers = Savers()
         models = self.models = Models(options.hbm)
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
-        self.backward_begins = self._streaming.backward_begins
+        self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         self.run_step = StreamedState(lambda: self.options, self._devices, self._counters)
         self._state = PlacedState(lambda: self.options.pages(), self._savers, self._streaming.moving, models.parameters)
         self.loading = self._state.loading
@@ -284,11 +284,6 @@ class Runtime:
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=mover.budget), now=now)
-
-    def backward_over(self) -> None:
-        """Take note that a backward has ended in this thread, also when it raised."""
-        self._streaming.backward_over()
-        self._state.backward_over()
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer begins a step."""

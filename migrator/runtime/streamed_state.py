@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, makes_state, may_be_split, step_over
+from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state import parameter_state
@@ -99,6 +101,7 @@ class StreamedState:
         if most < SLICE or buffer.numel() < largest_part:  # few bytes come, or a part of the buffer lies in DRAM
             parts = _parts(found, optimizer, most, buffer.numel())
         streamed, coming = list(compress(found, parts)), [part for of in parts for part in of]
+        versions = [_version(each) for each in streamed]
 
         def update(slice_: Sequence[ParameterState]) -> None:
             step_over(by_group(slice_), optimizer, step, {each.parameter: each.state for each in slice_})
@@ -110,6 +113,9 @@ class StreamedState:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
+        for each, version in zip(streamed, versions, strict=True):
+            if is_dtensor(each.parameter) and _version(each) != version:  # which is that of its shard
+                increment_version(each.parameter)
         addresses = [tensor.data_ptr() for each in streamed for tensor in each.tensors.values()]
         residence.note_streamed({address: in_dram[address] for address in addresses})
         return streamed
@@ -127,6 +133,12 @@ class StreamedState:
         """Wait for copies that are under way."""
         while self._streamers:
             self._streamers.popitem()[1].close()
+
+
+def _version(of: ParameterState) -> int | None:
+    """How often operators have written a parameter's memory."""
+    memory = own_memory(of.parameter)
+    return None if memory is None else memory._version
 
 
 def _parts(states: Sequence[ParameterState], optimizer: Optimizer, most: int, limit: int) -> list[list[ParameterState]]:

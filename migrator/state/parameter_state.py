@@ -74,8 +74,8 @@ def all_states(optimizer: Optimizer) -> Iterator[ParameterState]:
                 continue
             state = optimizer.state.get(parameter, {})
             memory = {name: own_memory(value) for name, value in state.items()}
-            if parameter.grad.dtype == parameter.dtype:  # else a copy could not have the gradient
-                memory[PARAMETER] = own_memory(parameter)
+            if (parameter.grad.dtype, parameter.grad.size()) == (parameter.dtype, parameter.size()):
+                memory[PARAMETER] = own_memory(parameter)  # of which a copy could have the gradient
             tensors = {
                 name: tensor for name, tensor in memory.items() if tensor is not None and has_own_storage(tensor)
             }

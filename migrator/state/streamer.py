@@ -99,8 +99,9 @@ class StateStreamer:
             self._compute.wait(now.ready, STALL, stream)
             try:
                 brought = _brought(now, buffer)
+                versions = [each.parameter._version for each in brought]
                 update(brought)
-                _take_over(now.slice_, brought)
+                _take_over(now.slice_, brought, versions)
             finally:  # some of it may be updated, and its parameters with it
                 pieces = [_out_of(place, buffer) for place in now.places]
                 written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
@@ -155,16 +156,17 @@ def _with(copies: dict[str, Tensor], each: ParameterState) -> ParameterState:
     parameter = copies.get(PARAMETER, each.parameter)
     if parameter is not each.parameter:
         parameter.grad = each.parameter.grad
-        increment_version(each.parameter)  # as whoever writes it by an operator does
     state = {**each.state, **{name: copy for name, copy in copies.items() if name != PARAMETER}}
     return replace(each, parameter=parameter, state=state, tensors=copies)
 
 
-def _take_over(slice_: Iterable[ParameterState], brought: Iterable[ParameterState]) -> None:
-    """Give an optimizer what it has put into a slice's state, but for the copies."""
-    for each, updated in zip(slice_, brought, strict=True):
+def _take_over(slice_: Iterable[ParameterState], brought: Iterable[ParameterState], versions: Iterable[int]) -> None:
+    """Give an optimizer what it has put into a slice's state, but for the copies; and count what it has written."""
+    for each, updated, version in zip(slice_, brought, versions, strict=True):
         copies = {id(copy) for copy in updated.tensors.values()}
         each.state.update((name, value) for name, value in updated.state.items() if id(value) not in copies)
+        if updated.parameter is not each.parameter and updated.parameter._version > version:
+            increment_version(each.parameter)  # fused optimizers count nothing
 
 
 def _on(buffer: Tensor, place: _Place) -> Tensor:

@@ -206,10 +206,13 @@ def streamed() -> Iterator[None]:
 
 
 class _StateInDram:
-    """Where all state seems to lie in DRAM, and all buffers in HBM."""
+    """Where state and parameters seem to lie in DRAM, and buffers in HBM, but for a part."""
 
     def dram_bytes(self, address: int) -> int:
         return 1
+
+    def weights(self) -> dict[int, int]:
+        return {}
 
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
         return SLOT, nbytes - SLOT  # the rest lies in DRAM
@@ -220,7 +223,7 @@ class _StateInDram:
 
 @contextmanager
 def state_streamed() -> Iterator[None]:
-    """Have all state of optimizers come through a buffer for its updates, in chunks, as if it lay in DRAM."""
+    """Have parameters and their state come through a buffer for updates, in chunks, as if they lay in DRAM."""
     with (
         mock.patch.object(streamed_state.StreamedState, "residence", lambda *_: _StateInDram()),
         mock.patch.object(parameter_state, "LEAST", 64),

@@ -124,6 +124,22 @@ def test_what_is_updated_twice_is_not_split() -> None:
     assert not may_be_split(optimizer)
 
 
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_gradient_on_the_memory_of_a_parameter_is_not_split(source: int) -> None:
+    """It changes as that is updated, which happens in a copy."""
+    of = parameters()
+    with_gradients(of, 0)
+    assert may_be_split(optim.AdamW(of))
+    of[0].grad = of[source].detach()
+    assert not may_be_split(optim.AdamW(of))
+
+
+def test_an_optimizer_whose_own_method_finds_its_state_is_not_split() -> None:
+    optimizer: Any = optim.Adam(parameters())
+    optimizer._init_group = optimizer._init_group
+    assert not may_be_split(optimizer)
+
+
 def test_a_group_with_a_sparse_gradient_is_not_split() -> None:
     of = parameters()
     with_gradients(of, 0)

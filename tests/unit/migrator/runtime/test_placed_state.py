@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -31,8 +32,7 @@ class Program:
         self.room_made: list[int] = []
         self.recorded = False
         self.is_alone = True
-        self.known: set[int] = set()
-        self.read_once: dict[int, int] = {}
+        self.read_once: Callable[[], dict[int, int]] = dict
         self.of_models: list[torch.Tensor] = []
         self.optimizer = self.another()
         pages: Any = SimpleNamespace(
@@ -49,11 +49,8 @@ class Program:
     def make_room(self, nbytes: int) -> None:
         self.room_made.append(nbytes)
 
-    def state_blocks(self) -> set[int]:
-        return self.known
-
     def set_read_once(self, blocks: Callable[[], dict[int, int]]) -> None:
-        self.read_once = blocks()
+        self.read_once = blocks
 
     def another(self) -> optim.Optimizer:
         parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -151,28 +148,34 @@ def test_a_load_within_a_step_does_not_end_the_steps_state(program: Program) -> 
 def test_state_that_was_on_the_gpu_before_it_was_loaded_may_lie_in_dram_as_all_state(program: Program) -> None:
     program.step()
     tensors = [value for state in program.optimizer.state.values() for value in state.values() if value.ndim]
-    program.known = {tensors[0].data_ptr()}
     program.recorded = True
     with mock.patch.object(parameter_state, "LEAST", 8):  # more than a number of steps
         program.step(FIRST_STEPS)
-    assert program.read_once == {tensor.data_ptr(): tensor.nbytes for tensor in tensors[1:]}
+        assert program.read_once() == {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     assert program.room_made == [LACKED]
 
 
-def test_master_weights_may_lie_in_dram_as_state_once_they_are_known(program: Program) -> None:
+def test_master_weights_make_room_before_the_first_step_makes_its_state(program: Program) -> None:
     masters = program.optimizer.param_groups[0]["params"]
+    program.of_models = [master.detach().bfloat16() for master in masters]
     program.recorded = True
-    with mock.patch.object(parameter_state, "LEAST", 1):
-        for steps in range(4):
-            for master in masters:
-                master.grad = None
-            program.placed.backward_over()
-            for master in masters:
-                master.grad = torch.ones(3)
-            program.known = {value.data_ptr() for kept in program.optimizer.state.values() for value in kept.values()}
-            program.step(steps)
-    assert program.read_once == {master.data_ptr(): master.nbytes for master in masters}
+    with mock.patch.object(parameter_state, "LEAST", 8):
+        program.placed.stepping(program.optimizer, 0)
+        assert program.read_once() == {master.data_ptr(): master.nbytes for master in masters}
+        assert program.room_made == [LACKED]
+        program.step(1)
     assert program.room_made == [LACKED], "once"
+
+
+def test_what_is_read_once_is_known_as_long_as_its_optimizer_lives(program: Program) -> None:
+    program.step()
+    program.recorded = True
+    with mock.patch.object(parameter_state, "LEAST", 8):
+        program.step(1)
+        assert program.read_once()
+        program.optimizer = program.another()
+        gc.collect()
+        assert not program.read_once()
 
 
 def test_what_later_steps_allocate_is_no_state(program: Program) -> None:

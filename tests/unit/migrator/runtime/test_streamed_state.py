@@ -120,6 +120,39 @@ def test_master_weights_that_lie_in_dram_come_with_their_state() -> None:
     assert same_as_plain(steps)
 
 
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_what_is_updated_in_a_copy_counts_as_changed_where_plain_pytorch_counts_it(how: dict[str, bool]) -> None:
+    """Fused optimizers count nothing, so a graph that is kept may run again after their steps."""
+
+    def changed(in_dram: int) -> list[bool]:
+        steps = Steps()
+        steps.residence.stay.clear()
+        steps.pages.state_in_dram = in_dram
+        steps.optimizer = optim.AdamW(steps.parameters, **how)
+        steps.make()
+        before = [parameter._version for parameter in steps.parameters]
+        steps.make(count=1)
+        assert (steps.copied > 0) == bool(in_dram)
+        return [parameter._version > version for parameter, version in zip(steps.parameters, before, strict=True)]
+
+    assert changed(1) == changed(0)
+
+
+def test_a_gradient_of_another_shape_is_as_good_as_without_tiers() -> None:
+    found = []
+    for in_dram in (0, 1):
+        steps = Steps()
+        steps.residence.stay.clear()
+        steps.pages.state_in_dram = in_dram
+        steps.optimizer = optim.SGD(steps.parameters, lr=0.1)
+        for parameter in steps.parameters:
+            parameter.grad = torch.ones_like(parameter)
+            parameter.data = parameter.data[None]
+        steps.steps(steps.optimizer, lambda part: part.step())
+        found.append(steps.parameters)
+    assert all(map(torch.equal, *found))
+
+
 def test_a_weight_that_forwards_have_copies_of_is_updated_where_it_lies() -> None:
     steps = Steps()
     steps.residence.stay.clear()
@@ -207,6 +240,19 @@ def test_state_that_a_step_makes_beside_the_programs_own_is_kept() -> None:
         assert torch.equal(mine, its)
         momentum = (each.optimizer.state[of]["momentum_buffer"] for each, of in ((steps, mine), (plain, its)))
         assert torch.equal(*momentum)
+
+
+def test_a_dtensor_that_is_updated_counts_as_changed(mesh: DeviceMesh) -> None:
+    steps = Steps()
+    steps.residence.stay.clear()
+    shard = DTensor.from_local(torch.randn(NBYTES // 4), mesh, [Shard(0)], run_check=False)
+    parameter = nn.Parameter(shard)
+    loss = (parameter * shard.detach().requires_grad_()).sum()
+    loss.backward(retain_graph=True)
+    steps.steps(optim.SGD([parameter], lr=0.1), lambda part: part.step())
+    assert steps.copied > 0
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
 
 
 def test_shards_are_updated_as_plain_tensors(mesh: DeviceMesh) -> None:
