@@ -75,9 +75,9 @@ def _is_local(optimizer: optim.Optimizer) -> bool:
 
 
 def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
-    """Whether a parameter comes twice, or any two of parameters, gradients and state have memory in common.
+    """Whether a parameter comes twice, or state or a gradient shares a storage with anything of another kind.
 
-    Parameters may be views of one storage, and gradients of another.
+    Nor may state share one with other state. Parameters may be views of one storage, and gradients of another.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     addresses = [memory.data_ptr() for memory in _memories(parameters) if memory.numel()]

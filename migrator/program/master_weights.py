@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +19,29 @@ from torch_tiers.migrator.program.subclasses import PLAIN
 HALVES = torch.bfloat16, torch.float16
 
 
-def master_weights(optimizer: Optimizer, of_models: Iterable[Tensor]) -> list[Tensor]:
-    """Return those that an optimizer updates, given the parameters of all models that have run.
+class OfModels(NamedTuple):
+    """The parameters of all models that have run: the shapes of 16-bit ones, and the identities of all storages."""
+
+    halves: Counter[torch.Size]
+    storages: set[int]
+
+    @classmethod
+    def among(cls, parameters: Iterable[Tensor]) -> OfModels:
+        """Look at these."""
+        listed = list(parameters)
+        return cls(Counter(each.shape for each in listed if each.dtype in HALVES), weights.storages(listed))
+
+
+def master_weights(optimizer: Optimizer, of_models: OfModels) -> list[Tensor]:
+    """Return those that an optimizer updates.
 
     Each has the shape of a 16-bit weight of its own, and memory that no model has. Where there are more of a shape than
     such weights, none of that shape is one: a forward may read some.
     """
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not of_models.halves:  # as in most programs
+        return []
+    updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
     copies = [each for each in updated if type(each) in PLAIN and each.dtype is torch.float32]
-    if not copies:
-        return []
-    of_models = list(of_models)
-    halves = Counter(each.shape for each in of_models if each.dtype in HALVES)
-    if not halves:  # as in most programs
-        return []
-    known = weights.storages(of_models)
-    copies = [each for each in copies if not known & weights.storages([each])]
+    copies = [each for each in copies if not of_models.storages & weights.storages([each])]
     counts = Counter(each.shape for each in copies)
-    return [each for each in copies if counts[each.shape] <= halves[each.shape]]
+    return [each for each in copies if counts[each.shape] <= of_models.halves[each.shape]]

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import weights
-from torch_tiers.migrator.program.master_weights import master_weights
+from torch_tiers.migrator.program.master_weights import OfModels, master_weights
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
 from torch_tiers.migrator.state.parameter_state import has_own_storage
@@ -53,10 +54,13 @@ class PlacedState:
         self._moving = moving
         self._known = WeakIdKeyDictionary()  # optimizers that have stepped, which may compare as they like
         self._placed = WeakIdKeyDictionary()  # those that have done so while an iteration was recorded
-        self._of_models = of_models
+        self._parameters = of_models
+        # As they were after so many steps: there may be an optimizer for each of them.
+        self._of_models, self._at = OfModels.among(()), -1
         # Of optimizers, the identities of what the allocator does not know as state. No weak references: PyTorch does
         # not swap tensors that have any.
         self._read_once = WeakIdKeyDictionary()
+        self._residences: dict[torch.device, Residence] = {}  # that were told of it
         self._thread = _Thread()
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
@@ -66,7 +70,7 @@ class PlacedState:
             return
         rooms = {} if optimizer in self._placed else state_rooms(optimizer, self._savers.thread.saver)
         # What was loaded, or made before, makes room.
-        if rooms and self._make_room(pages, optimizer):
+        if rooms and self._make_room(pages, optimizer, steps):
             self._placed[optimizer] = True
         if optimizer not in self._known or steps < FIRST_STEPS:
             self._begin(pages, rooms)
@@ -102,9 +106,17 @@ class PlacedState:
             self._thread.makes_state = False
             pages.state(False)
 
-    def _make_room(self, pages: PageAllocator, optimizer: Optimizer) -> bool:
+    def close(self) -> None:
+        """What is allocated from now on is no state, and the allocator, which goes on, asks here no more."""
+        self.over()
+        for residence in self._residences.values():
+            residence.set_read_once(dict)
+
+    def _make_room(self, pages: PageAllocator, optimizer: Optimizer, steps: int) -> bool:
         """Move state to DRAM, as far as HBM lacked room in the last forward and backward; whether it might move."""
-        masters = master_weights(optimizer, self._of_models())
+        if self._at != steps:
+            self._of_models, self._at = OfModels.among(self._parameters()), steps
+        masters = master_weights(optimizer, self._of_models)
         if not (optimizer.state or masters):
             return True
         shortage = shortages(optimizer, self._savers.thread.saver)
@@ -127,6 +139,7 @@ class PlacedState:
         self._read_once[optimizer] = {id(master) for master in masters}
         for device in devices:
             if (residence := pages.residence(device)) is not None:
+                self._residences[device] = residence
                 residence.set_read_once(partial(self._by_address, device))
         return devices
 

@@ -90,7 +90,7 @@ class Runtime:
             return
         self.closed = True
         self._allowance.close()
-        self._state.over()
+        self._state.close()
         entry.uninstall()
         if self._savers.thread.saver is not None:
             self._savers.thread.saver.end_iteration()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils import swap_tensors
 
-from torch_tiers.migrator.program.master_weights import master_weights
+from torch_tiers.migrator.program.master_weights import OfModels, master_weights
 
 
 def halves() -> list[Tensor]:
@@ -16,7 +16,7 @@ def halves() -> list[Tensor]:
 
 def found(updated: list[Tensor], model: list[Tensor]) -> list[bool]:
     """For each of what an optimizer updates, whether it is a master weight."""
-    masters = master_weights(optim.SGD(updated, lr=0.1), iter(model))
+    masters = master_weights(optim.SGD(updated, lr=0.1), OfModels.among(iter(model)))
     return [any(each is master for master in masters) for each in updated]
 
 

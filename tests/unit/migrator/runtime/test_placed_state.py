@@ -178,6 +178,14 @@ def test_what_is_read_once_is_known_as_long_as_its_optimizer_lives(program: Prog
         assert not program.read_once()
 
 
+def test_once_it_is_closed_the_allocator_does_not_ask_it_any_more(program: Program) -> None:
+    program.step()
+    program.recorded = True
+    program.step(1)
+    program.placed.close()
+    assert program.read_once is dict
+
+
 def test_what_later_steps_allocate_is_no_state(program: Program) -> None:
     program.step()
     program.said.clear()
