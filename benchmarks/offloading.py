@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.zoo.gpt import GPT
+from benchmarks.zoo.large_masters import Masters
 from benchmarks.zoo.program import package, seeded
 from torch_tiers.allocator.sizes import GiB, parse_size
 from torch_tiers.session import current
@@ -45,25 +46,6 @@ LR = 1e-4
 
 Step: TypeAlias = Callable[[Tensor], Tensor]
 """Trains on tokens of shape (batch, length + 1), and returns the loss."""
-
-
-class Masters:
-    """AdamW over an fp32 copy of bf16 weights, as programs write it that train in bf16."""
-
-    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
-        self._weights = list(weights)
-        self._masters = [nn.Parameter(weight.detach().float()) for weight in self._weights]
-        self._adamw = torch.optim.AdamW(self._masters, lr=LR, fused=True)
-
-    def step(self) -> None:
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
-        self._adamw.step()
-        with torch.no_grad():
-            for weight, master in zip(self._weights, self._masters, strict=True):
-                weight.copy_(master)
-                master.grad = None
 
 
 def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -96,7 +78,7 @@ def _under_autocast(model: nn.Module, optimizer: Any) -> Step:
 def masters(model: nn.Module) -> Step:
     """Bf16 weights with an fp32 copy, plain PyTorch."""
     model.to(torch.bfloat16)
-    optimizer = Masters(model.parameters())
+    optimizer = Masters(model.parameters(), lr=LR)
 
     def step(tokens: Tensor) -> Tensor:
         loss = _loss(model, tokens)

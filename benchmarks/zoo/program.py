@@ -26,6 +26,7 @@ PROGRAMS = (
     "bert",
     "large_gpt",
     "large_adamw",
+    "large_masters",
     "unet",
     "resnet50",
     "vit",
