@@ -34,6 +34,10 @@ class Spoken:
         if not self._begun:
             self._begun = True
             say(f"at work: {what}")
+            if _is_heard():
+                # At exit this import would have a program that Ctrl-C ends exit with 1: it executes text, and by that
+                # Python forgets what ended it.
+                from torch_tiers.planning import answer, why  # noqa: F401
 
     def ends(self, runtime: Runtime, links: Links, stats: dict[str, Any], run: Path | None, *, written: bool) -> None:
         """Tell what the run came to; `run` is the directory that was asked for, and `written` whether it is there."""

@@ -152,16 +152,16 @@ class Runtime:
         with self._lock:
             if self._tensors is None:
                 try:
-                    self._tensors = self.options.tensors()
+                    tensors = self.options.tensors()
                 except TiersError as error:
                     self._refuse(error)
-                self._recorder = self.options.recorder()
-                self._calls = entry.shorten(self._tensors)
+                self._recorder = self.options.recorder()  # which may be interrupted, as it takes long at first
+                self._calls, self._tensors = entry.shorten(tensors), tensors
         called = self._make_mover, self._root_begins, self._iteration_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
-        self._savers.switch_on(saver)
-        self._calls.arm(saver, saver.modules, self._optimizers)
         self.armed = True
+        self._calls.arm(saver, saver.modules, self._optimizers)
+        self._savers.switch_on(saver)  # last: from here on nobody comes here again
         self.options.armed()
         return saver
 

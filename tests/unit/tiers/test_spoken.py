@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,21 +25,23 @@ with torch.no_grad():
     torch.nn.Linear(8, 8)(torch.ones(8))
 """
 NEITHER = "import torch"
+INTERRUPTED = f"{TRAINS}\nimport signal\nsignal.raise_signal(signal.SIGINT)\n"
 ENVIRON = {"TIERS_ALLOCATOR": "torch", "TIERS_HBM": "64MiB", "TIERS_PLAN_CACHE": "0"}
 
 
-def run(program: str, cwd: Path, *, terminal: bool, **environ: str) -> list[str]:
-    """What a program says on stderr, which is a terminal or is none."""
+def run(program: str, cwd: Path, *, terminal: bool, ends: int = 0, **environ: str) -> list[str]:
+    """What a program says on stderr, which is a terminal or is none; it `ends` with this code."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
     with os.fdopen(theirs, "wb") as stderr:
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", program],
             cwd=cwd,
             env=os.environ | ENVIRON | environ,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            check=True,
+            check=False,
         )
+    assert done.returncode == ends
     said = b""
     with os.fdopen(ours, "rb", buffering=0) as stream:
         try:
@@ -80,6 +83,15 @@ def test_info_tells_the_answer_in_ten_lines_at_most_and_what_to_type_next(tmp_pa
     begins = next(number for number, line in enumerate(said) if "with everything kept" in line)
     assert len(said) - begins <= 10
     assert said[-1].startswith("tiers: details: ")
+
+
+@pytest.mark.parametrize(("terminal", "log"), [(True, "warning"), (False, "info")])
+def test_a_program_that_ctrl_c_ends_dies_of_that_as_it_does_without_tiers(
+    tmp_path: Path, terminal: bool, log: str
+) -> None:
+    """Else a shell's loop goes on with the next program. Python forgets it where anything executes text at exit."""
+    said = run(INTERRUPTED, tmp_path, terminal=terminal, ends=-signal.SIGINT, TIERS_LOG=log)
+    assert said[-1].startswith("tiers: ") and "details: " in said[-1]
 
 
 @pytest.mark.parametrize(("terminal", "log"), [(True, "warning"), (False, "info")])
