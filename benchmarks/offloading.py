@@ -7,7 +7,7 @@ out. ``--layers 44 --width 3072`` has four times the weights; with ``--hbm`` the
 
 Printed are the HBM that is in use at the end, and the most after one of the first three steps; how much more host
 memory is used at the end than at the beginning; the mean of the last 12 steps, and when the first step was over. A step
-with tiers is to be below `bound`: what streaming takes that a forward could not hide, and 15%.
+with tiers should take less than `bound` says, which is printed where the plain program has run before.
 
 DeepSpeed keeps weights in bf16, with an fp32 copy in host memory; ``masters`` does the same in plain PyTorch. All
 others have fp32 weights under autocast. torchao copies each gradient to the host when it is made, before anything
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -91,7 +92,7 @@ def masters(model: nn.Module) -> Step:
 
 def deepspeed(model: nn.Module) -> Step:
     """Bf16 weights with an fp32 copy in host memory, where DeepSpeed's AdamW runs."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 1e-2}},
@@ -109,6 +110,12 @@ def deepspeed(model: nn.Module) -> Step:
         return loss.detach()
 
     return step
+
+
+def _free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
 
 
 WAYS: dict[str, Callable[[nn.Module], Step]] = {
@@ -169,7 +176,7 @@ def train(way: str, shape: Shape, steps: int, device: torch.device) -> dict[str,
 
 
 def _streamed() -> int:
-    """Bytes of state that tiers has brought to HBM so far, and that have left it."""
+    """Bytes of state that tiers has copied to HBM so far. As many were copied back."""
     session = current()
     return 0 if session is None else int(session.stats()["moved"].get("state_read", 0))
 
@@ -194,7 +201,10 @@ def _alone(way: str, model: nn.Module, shape: Shape, device: torch.device) -> di
 
 
 def bound(plain: dict[str, Any], tiers: dict[str, Any]) -> float:
-    """Seconds of a step if state crossed the link beside a forward, and what is left of it alone; and 15% more."""
+    """The most seconds that a step should take: plain's, and the time on the link that exceeds a forward; 15% more.
+
+    A forward could hide that much of the copies, though none runs beside it today.
+    """
     exposed = max(0.0, tiers["streamed"] / plain["rate"] - plain["forward"])
     return float(1.15 * (plain["seconds"] + exposed))
 
@@ -215,11 +225,12 @@ def _now(cuda: bool) -> float:
 
 def run(way: str, arguments: list[str], hbm: int) -> dict[str, Any] | None:
     """Train in a process of its own, under tiers where `hbm` is a budget; None, and a line, if it fails."""
+    own = {name: value for name, value in os.environ.items() if hbm or not name.startswith("TIERS_")}
     tiers = {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(hbm), "TIERS_PLAN_CACHE": "0"} if hbm else {}
     command = [sys.executable, "-m", "benchmarks.offloading", "--only", way, *arguments]
-    done = subprocess.run(command, env={**os.environ, **tiers}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**own, **tiers}, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"{way} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        print(f"{way} failed: {(done.stderr.splitlines() or [f'code {done.returncode}'])[-1]}", flush=True)
         return None
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
@@ -230,17 +241,17 @@ def compare(ways: Iterable[str], arguments: list[str], rounds: int, hbm: int) ->
     names = f"{'HBM, GiB':>10}{'at first':>10}{'host, GiB':>11}{'ms a step':>11}{'first step, s':>15}{'loss':>9}"
     print(f"{'way':20}{names}")
     for _ in range(rounds):
-        done: dict[str, dict[str, Any]] = {}
+        by_way: dict[str, dict[str, Any]] = {}
         for way in ways:
             if way in PEERS and find_spec(way) is None:
                 print(f"{way} is not installed", flush=True)
             elif measured := _said(way, run(way, arguments, 0)):
-                done[way] = measured
+                by_way[way] = measured
                 budget = max(measured["hbm"], measured["at first"]) if way in PEERS else hbm
                 plain = PEERS.get(way, way)
                 tiers = _said(f"{plain} with tiers", run(plain, arguments, budget)) if budget else None
-                if tiers and "rate" in done.get(plain, {}):
-                    print(f"{'  which is to be below':51}{1e3 * bound(done[plain], tiers):11.0f}", flush=True)
+                if tiers and "rate" in by_way.get(plain, {}):  # it has run before
+                    print(f"{'  which is to be below':51}{1e3 * bound(by_way[plain], tiers):11.0f}", flush=True)
 
 
 def _said(name: str, measured: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -266,6 +277,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps <= TIMED:
+        parser.error(f"--steps: more than the {TIMED} that are timed are needed")
     shape = Shape(options.layers, options.width, options.batch, options.length, options.vocabulary)
     if options.only is None:
         sizes = ("layers", "width", "batch", "length", "vocabulary", "steps", "device")

@@ -276,10 +276,10 @@ class Session:
         self._spoken.ends(self.runtime, self._links(), stats, self._run, written=self._written)
 
     def _armed(self) -> None:
-        self._spoken.begins(describe(self._config))
         # Not earlier: by now the program has its own handlers, and who never trains is left alone.
         if self._run is not None:
             self._before_sigterm.set()
+        self._spoken.begins(describe(self._config))
 
     def _write_run(self, stats: dict[str, Any]) -> None:
         self._before_sigterm.clear()  # from here on it would write beside what is half written

@@ -32,12 +32,12 @@ class Spoken:
     def begins(self, what: str) -> None:
         """Tell once that training begins with tiers, and with `what`. Called in each thread that trains."""
         if not self._begun:
+            if _is_heard():
+                # For `ends`. Imported at exit they call exec(), as named tuples do. CPython then forgets that a
+                # KeyboardInterrupt ended the program, which exits with 1 instead of dying of SIGINT.
+                from torch_tiers.planning import answer, why  # noqa: F401
             self._begun = True
             say(f"at work: {what}")
-            if _is_heard():
-                # At exit this import would have a program that Ctrl-C ends exit with 1: it executes text, and by that
-                # Python forgets what ended it.
-                from torch_tiers.planning import answer, why  # noqa: F401
 
     def ends(self, runtime: Runtime, links: Links, stats: dict[str, Any], run: Path | None, *, written: bool) -> None:
         """Tell what the run came to; `run` is the directory that was asked for, and `written` whether it is there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
 from torch_tiers.allocator.host.claims import DramClaims
@@ -37,8 +37,7 @@ class Residence:
     spilled : bool
         Whether kernels read more in DRAM than weights, over the link that the migrator uses.
     state : int
-        Bytes of optimizer state, in whole pages, and of what else is read once a step, that lay in DRAM when the last
-        period ended.
+        Bytes of optimizer state, in whole pages, that lay in DRAM when the last period ended.
     in_place : int
         Bytes of that which optimizers read and write there, over the link: all but what is streamed.
     """
@@ -48,8 +47,6 @@ class Residence:
         self._streamed: dict[int, int] = {}  # bytes by address: in the present period
         self._last_streamed = 0  # bytes: in the last period that streamed any
         self._weights: Callable[[], Mapping[int, int]] = dict
-        self._read_once: Callable[[], Mapping[int, int]] = dict
-        self._also_state: Sequence[int] = ()  # addresses of these, as anything was to move last
         self._device = device
         self._core = core
         self._claims = claims
@@ -100,18 +97,6 @@ class Residence:
         # The first one tells what else needs room. Passes are looked at before they begin.
         self._periods, self._passes, self._patience = PATIENCE - 1, PATIENCE - 2, PATIENCE
 
-    def weights(self) -> Mapping[int, int]:
-        """The weights that may lie in DRAM, and are streamed to forwards and backwards; by address, their bytes."""
-        return self._weights()
-
-    def set_read_once(self, blocks: Callable[[], Mapping[int, int]]) -> None:
-        """From now on these may lie in DRAM as state does: `blocks` returns bytes by address.
-
-        Those that are no blocks, or are known as state, do not count. Of each whole pages move, so that nothing else
-        does.
-        """
-        self._read_once = blocks
-
     def place(self, demote: Iterable[int], promote: Iterable[int]) -> None:
         """Demote these blocks and promote those, by address, as far as there is room. Not within a step."""
         for address in demote:
@@ -122,14 +107,27 @@ class Residence:
             if self.in_dram(address) and not self._move(address, HBM):
                 break
 
-    def make_room(self, nbytes: int) -> None:
-        """Demote state at once, as HBM lacks so many bytes, not within a forward or a backward."""
-        self._move_some({}, nbytes)
-        self.state = self._state_in_dram()
+    def make_room(self, nbytes: int) -> int:
+        """Demote state at once, as HBM lacks so many bytes, not within a forward or a backward.
 
-    def _state_in_dram(self) -> int:
-        glance = self._core.glance()
-        return int(glance.dram_state) + (sum(map(self.dram_bytes, self._also_state)) if glance.dram else 0)
+        Returns
+        -------
+        int
+            Bytes that HBM lacks yet.
+        """
+        before = self._core.counts().demoted
+        self._move_some({}, nbytes)
+        self.count_state()
+        return max(0, nbytes - (self._core.counts().demoted - before))
+
+    def state_blocks(self) -> set[int]:
+        """The addresses of all state."""
+        blocks = self._core.blocks()
+        return set(blocks["address"][blocks["class"] == STATE].tolist())
+
+    def count_state(self) -> None:
+        """Take note of state that has come to lie in DRAM within a period."""
+        self.state = int(self._core.glance().dram_state)
 
     def is_due(self, dram: int, spilled: int) -> bool:
         """Whether `period_over` will look for what to promote, after a period with so many bytes in DRAM."""
@@ -141,7 +139,7 @@ class Residence:
         What is promoted goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         glance = self._core.glance()
-        self.overflow, self.state = spilled, self._state_in_dram()
+        self.overflow, self.state = spilled, int(glance.dram_state)
         if self._streamed:  # else there may have been no step, as a scaler refuses some
             self._last_streamed, self._streamed = sum(self._streamed.values()), {}
         self.in_place = max(0, self.state - self._last_streamed)
@@ -168,33 +166,27 @@ class Residence:
         if self._passes % PATIENCE == 0 and glance.dram:
             self._move_some(self._weights(), glance.spilled_so_far)
 
-    def _residents(self, blocks: Mapping[int, int], *, are_weights: bool) -> list[Resident]:
+    def _residents(self, weights: Mapping[int, int]) -> list[Resident]:
         """By how much these lie in DRAM, and may: their whole pages."""
         core, page, found = self._core, self._core.page_bytes, []
-        for address, nbytes in blocks.items():
+        for address, nbytes in weights.items():
             first = round_up(address, page)
             whole = (address + nbytes) // page * page - first
             if whole > 0:
-                found.append(Resident(address, whole, core.pages_on(first, whole, DRAM), are_weights))
+                found.append(Resident(address, whole, core.pages_on(first, whole, DRAM), True))
         return found
 
     def _move_some(self, weights: Mapping[int, int], short: int) -> bool:
         core = self._core
         blocks = core.blocks()
-        known = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED)]
-        others = set(blocks["address"][blocks["kind"] == USED].tolist()).difference(known["address"], self._weights())
-        also = {address: nbytes for address, nbytes in self._read_once().items() if address in others}
-        self._also_state = tuple(also)
         # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
         # does, whatever its size.
-        known = known[known["bytes"] >= 2 * PAGE]
-        state = [Resident(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in known]
-        state += self._residents(also, are_weights=False)
-        streamed = self._residents(weights, are_weights=True)
+        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
+        state = [Resident(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         demote, promote = demote_or_promote(
-            [*state, *streamed], short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
+            state + self._residents(weights), short=short, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
         )
         moved = 0
         for tier, addresses in ((DRAM, demote), (HBM, promote)):

@@ -75,9 +75,9 @@ def _is_local(optimizer: optim.Optimizer) -> bool:
 
 
 def _is_anything_shared(optimizer: optim.Optimizer) -> bool:
-    """Whether a parameter comes twice, or state or a gradient shares a storage with anything of another kind.
+    """Whether a parameter comes twice, tensors of state share a storage, or parameters, gradients and state do.
 
-    Nor may state share one with other state. Parameters may be views of one storage, and gradients of another.
+    Parameters may be views of one storage, and gradients of another.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     addresses = [memory.data_ptr() for memory in _memories(parameters) if memory.numel()]
@@ -95,7 +95,8 @@ def _memories(values: Iterable[object]) -> Iterator[Tensor]:
 def makes_state(optimizer: optim.Optimizer, group: int, state: Mapping[str, Any]) -> bool:
     """Whether the next step makes state for a parameter of a group, which has this so far.
 
-    SGD does if it has momentum, of which the program may have begun with some. Others make all they have at once.
+    SGD with momentum does where the buffer is missing, as momentum may have been switched on later. Others make all
+    they have at once.
     """
     if isinstance(optimizer, optim.SGD):
         return optimizer.param_groups[group]["momentum"] != 0 and state.get("momentum_buffer") is None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import weights
-from torch_tiers.migrator.program.master_weights import OfModels, master_weights
+from torch_tiers.migrator.program.master_weights import ModelWeights, master_weights
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
 from torch_tiers.migrator.state.parameter_state import has_own_storage
+
+log = logging.getLogger("tiers")
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
@@ -38,7 +40,7 @@ class PlacedState:
         Know what an iteration needs, once one is recorded.
     moving : callable
         A scope in which state may move, if it yields True.
-    of_models : callable
+    parameters : callable
         Returns the parameters of all models that have run.
     """
 
@@ -47,20 +49,18 @@ class PlacedState:
         pages: Callable[[], PageAllocator | None],
         savers: Savers,
         moving: Callable[[], AbstractContextManager[bool]],
-        of_models: Callable[[], Iterable[Tensor]],
+        parameters: Callable[[], Iterable[Tensor]],
     ) -> None:
         self._pages = pages
         self._savers = savers
         self._moving = moving
         self._known = WeakIdKeyDictionary()  # optimizers that have stepped, which may compare as they like
         self._placed = WeakIdKeyDictionary()  # those that have done so while an iteration was recorded
-        self._parameters = of_models
+        self._parameters = parameters
         # As they were after so many steps: there may be an optimizer for each of them.
-        self._of_models, self._at = OfModels.among(()), -1
-        # Of optimizers, the identities of what the allocator does not know as state. No weak references: PyTorch does
-        # not swap tensors that have any.
-        self._read_once = WeakIdKeyDictionary()
-        self._residences: dict[torch.device, Residence] = {}  # that were told of it
+        self._model_weights, self._steps = ModelWeights.among(()), -1
+        # By optimizer, the identities of its master weights. PyTorch swaps no tensors that have weak references.
+        self._masters = WeakIdKeyDictionary()
         self._thread = _Thread()
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
@@ -106,50 +106,65 @@ class PlacedState:
             self._thread.makes_state = False
             pages.state(False)
 
-    def close(self) -> None:
-        """What is allocated from now on is no state, and the allocator, which goes on, asks here no more."""
-        self.over()
-        for residence in self._residences.values():
-            residence.set_read_once(dict)
+    def masters(self, optimizer: Optimizer) -> frozenset[int]:
+        """The identities of those of an optimizer's parameters that are master weights, as far as that is known."""
+        found: frozenset[int] = self._masters.get(optimizer, frozenset())
+        return found
 
     def _make_room(self, pages: PageAllocator, optimizer: Optimizer, steps: int) -> bool:
-        """Move state to DRAM, as far as HBM lacked room in the last forward and backward; whether it might move."""
-        if self._at != steps:
-            self._of_models, self._at = OfModels.among(self._parameters()), steps
-        masters = master_weights(optimizer, self._of_models)
+        """Move state to DRAM, as far as HBM lacked room in the last forward and backward; whether it might move.
+
+        Master weights count as state: they are read as rarely.
+        """
+        if self._steps != steps:
+            self._model_weights, self._steps = ModelWeights.among(self._parameters()), steps
+        masters = master_weights(optimizer, self._model_weights)
+        self._masters[optimizer] = frozenset(map(id, masters))
         if not (optimizer.state or masters):
             return True
         shortage = shortages(optimizer, self._savers.thread.saver)
         with self._moving() as may:
-            for device in self._note_read_once(pages, optimizer, masters) if may else ():
+            for device, nbytes in shortage.items() if may else ():
                 residence = pages.residence(device)
-                if residence is not None and device in shortage:
-                    residence.make_room(shortage[device])
+                if residence is not None and (lacking := residence.make_room(nbytes)):
+                    kept = [*weights.plain_tensors(weights.tensors_in(optimizer.state)), *masters]
+                    self._take_in(pages, [each for each in kept if each.device == device], device, residence, lacking)
         return may
 
-    def _note_read_once(
-        self, pages: PageAllocator, optimizer: Optimizer, masters: Sequence[Tensor]
-    ) -> set[torch.device]:
-        """Say what of an optimizer is read once a step beside the state that the allocator knows; return its devices.
+    def _take_in(
+        self,
+        pages: PageAllocator,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        residence: Residence,
+        nbytes: int,
+    ) -> None:
+        """Have so many bytes lie in DRAM, and be known as state, that the allocator has as any other memory.
 
-        That is state which a checkpoint brought to the GPU as any other memory, and master weights.
+        That is state which a checkpoint brought to the GPU, and master weights.
         """
-        tensors = [*weights.plain_tensors(weights.tensors_in(optimizer.state)), *masters]
-        devices = {tensor.device for tensor in tensors}
-        self._read_once[optimizer] = {id(master) for master in masters}
-        for device in devices:
-            if (residence := pages.residence(device)) is not None:
-                self._residences[device] = residence
-                residence.set_read_once(partial(self._by_address, device))
-        return devices
+        known = residence.state_blocks()
+        unknown = [each for each in tensors if each.data_ptr() not in known and has_own_storage(each)]
+        self._begin(pages, {device.index: StateRoom(0, nbytes)})
+        try:
+            for tensor in sorted(unknown, key=lambda each: each.nbytes, reverse=True):
+                if nbytes <= 0:
+                    break
+                if not _is_alone_on_its_memory(tensor):
+                    continue
+                if tensor.is_cuda:  # whose memory may be of another stream, which is to wait for the copy
+                    tensor.record_stream(torch.cuda.current_stream(device))
+                with torch.inference_mode(False):
+                    tensor.data = tensor.detach().clone()  # the same object, for whoever has it
+                nbytes -= tensor.nbytes
+        except torch.OutOfMemoryError:
+            log.warning("optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM")
+        finally:
+            self.over()
+        residence.count_state()
 
-    def _by_address(self, device: torch.device) -> dict[int, int]:
-        """What is read once a step and has a block of its own: bytes by address."""
-        found: dict[int, int] = {}
-        for optimizer, masters in self._read_once.items():
-            updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            kept = weights.plain_tensors(weights.tensors_in(optimizer.state))
-            for tensor in (*kept, *(each for each in updated if id(each) in masters)):
-                if tensor.device == device and has_own_storage(tensor):
-                    found[tensor.data_ptr()] = tensor.nbytes
-        return found
+
+def _is_alone_on_its_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor, of the program's or of a graph, has its storage: it would keep the old memory."""
+    storage = tensor.untyped_storage()  # an object of Python's, which counts, too
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= 1 + 1

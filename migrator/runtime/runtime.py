@@ -66,9 +66,9 @@ class Runtime:
         models = self.models = Models(options.hbm)
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
-        self.run_step = StreamedState(lambda: self.options, self._devices, self._counters)
         self._state = PlacedState(lambda: self.options.pages(), self._savers, self._streaming.moving, models.parameters)
         self.loading = self._state.loading
+        self.run_step = StreamedState(lambda: self.options, self._devices, self._counters, self._state.masters)
         self._optimizers, self._allowance = Optimizers(), Allowance()
         self._pid = os.getpid()
 
@@ -90,7 +90,7 @@ class Runtime:
             return
         self.closed = True
         self._allowance.close()
-        self._state.close()
+        self._state.over()
         entry.uninstall()
         if self._savers.thread.saver is not None:
             self._savers.thread.saver.end_iteration()

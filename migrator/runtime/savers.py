@@ -61,10 +61,10 @@ class Savers:
 
     def switch_on(self, saver: Saver) -> None:
         """Push the hooks of this thread."""
-        saver.push()
-        self.thread.saver = saver
         with self._listing:
             self._all.add(saver)
+        saver.push()
+        self.thread.saver = saver  # last: after an interrupt the thread's next forward begins again
 
     def forked(self) -> None:
         """Switch off what a forked child has of its parent."""

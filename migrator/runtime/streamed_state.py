@@ -19,7 +19,14 @@ from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.state import parameter_state
 from torch_tiers.migrator.state.chunks import chunks
-from torch_tiers.migrator.state.parameter_state import ParameterState, all_but, all_states, by_group, those_in_dram
+from torch_tiers.migrator.state.parameter_state import (
+    ParameterState,
+    all_but,
+    all_states,
+    by_group,
+    those_in_dram,
+    version_of,
+)
 from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, largest, slice_bytes
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -38,12 +45,21 @@ class StreamedState:
         Where a device's streams come from.
     counters : Counters
         Of the runtime: what is copied counts as of `STATE_LANES`.
+    masters : callable
+        Returns the identities of an optimizer's master weights.
     """
 
-    def __init__(self, options: Callable[[], Options], devices: Devices, counters: Counters) -> None:
+    def __init__(
+        self,
+        options: Callable[[], Options],
+        devices: Devices,
+        counters: Counters,
+        masters: Callable[[Optimizer], frozenset[int]],
+    ) -> None:
         self._options = options
         self._devices = devices
         self._counters = counters
+        self._masters = masters
         self._streamers: dict[torch.device, StateStreamer] = {}
         self._opening = threading.Lock()
 
@@ -52,7 +68,7 @@ class StreamedState:
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
         if not found or not may_be_split(optimizer):
             return step(optimizer)
-        states = list(all_states(optimizer))
+        states = list(all_states(optimizer, self._masters(optimizer)))
         streamed = [each for on in found.items() for each in self._stream(optimizer, step, states, *on)]
         if not streamed:
             return step(optimizer)
@@ -79,13 +95,10 @@ class StreamedState:
         if shared.compute.capturing():
             return []
         in_dram: dict[int, int] = {}  # bytes, by address
-        # What a forward or a backward has a copy of must be written by operators, which the copy is told of.
-        weights = residence.weights()
 
         def lies_in_dram(tensor: Tensor) -> bool:
             address = tensor.data_ptr()
-            may = tensor.device == device and address not in weights
-            in_dram[address] = residence.dram_bytes(address) if may else 0
+            in_dram[address] = residence.dram_bytes(address) if tensor.device == device else 0
             return in_dram[address] > 0
 
         whole = (each for each in states if not makes_state(optimizer, each.group, each.state))
@@ -101,7 +114,8 @@ class StreamedState:
         if most < SLICE or buffer.numel() < largest_part:  # few bytes come, or a part of the buffer lies in DRAM
             parts = _parts(found, optimizer, most, buffer.numel())
         streamed, coming = list(compress(found, parts)), [part for of in parts for part in of]
-        versions = [_version(each) for each in streamed]
+        shards = [(each.parameter, own_memory(each.parameter)) for each in streamed if is_dtensor(each.parameter)]
+        before = [0 if shard is None else version_of(shard) for _, shard in shards]
 
         def update(slice_: Sequence[ParameterState]) -> None:
             step_over(by_group(slice_), optimizer, step, {each.parameter: each.state for each in slice_})
@@ -113,9 +127,9 @@ class StreamedState:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
-        for each, version in zip(streamed, versions, strict=True):
-            if is_dtensor(each.parameter) and _version(each) != version:  # which is that of its shard
-                increment_version(each.parameter)
+        for (parameter, shard), version in zip(shards, before, strict=True):
+            if shard is not None and version_of(shard) > version:
+                increment_version(parameter)  # whose own count PyTorch looks at
         addresses = [tensor.data_ptr() for each in streamed for tensor in each.tensors.values()]
         residence.note_streamed({address: in_dram[address] for address in addresses})
         return streamed
@@ -133,12 +147,6 @@ class StreamedState:
         """Wait for copies that are under way."""
         while self._streamers:
             self._streamers.popitem()[1].close()
-
-
-def _version(of: ParameterState) -> int | None:
-    """How often operators have written a parameter's memory."""
-    memory = own_memory(of.parameter)
-    return None if memory is None else memory._version
 
 
 def _parts(states: Sequence[ParameterState], optimizer: Optimizer, most: int, limit: int) -> list[list[ParameterState]]:

@@ -16,7 +16,7 @@ ALIGNED = 1 << 14  # numbers: where a kernel takes several at once, a chunk begi
 
 
 def chunks(of: ParameterState, most: int) -> list[ParameterState]:
-    """Return chunks with at most so many bytes of state, in order; `[of]` if it is small enough, or cannot be cut.
+    """Return chunks with at most so many bytes to copy, in order; `[of]` if it is small enough, or cannot be cut.
 
     A chunk's tensors are flat views of the whole's. Each chunk but the last gets a copy of tensors without dimensions,
     such as a number of steps, so that the whole counts once.

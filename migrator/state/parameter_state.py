@@ -66,20 +66,29 @@ def by_group(states: Iterable[ParameterState]) -> dict[int, list[Tensor]]:
     return found
 
 
-def all_states(optimizer: Optimizer) -> Iterator[ParameterState]:
-    """Yield the state of each parameter that the next step updates, also where it has none yet."""
+def all_states(optimizer: Optimizer, masters: frozenset[int] = frozenset()) -> Iterator[ParameterState]:
+    """Yield the state of each parameter that the next step updates, also where it has none yet.
+
+    Of master weights, by their identities, the parameter itself may come to HBM, too.
+    """
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = optimizer.state.get(parameter, {})
             memory = {name: own_memory(value) for name, value in state.items()}
-            if (parameter.grad.dtype, parameter.grad.size()) == (parameter.dtype, parameter.size()):
-                memory[PARAMETER] = own_memory(parameter)  # of which a copy could have the gradient
+            is_alike = (parameter.grad.dtype, parameter.grad.size()) == (parameter.dtype, parameter.size())
+            if id(parameter) in masters and is_alike:  # else PyTorch refuses the gradient for a copy
+                memory[PARAMETER] = own_memory(parameter)
             tensors = {
                 name: tensor for name, tensor in memory.items() if tensor is not None and has_own_storage(tensor)
             }
             yield ParameterState(index, parameter, state, tensors)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often operators have written a tensor, as it counts that; 0 for one that does not, of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_own_storage(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from torch_tiers.allocator.extents import Extent, ExtentMap
-from torch_tiers.migrator.state.parameter_state import PARAMETER, ParameterState
+from torch_tiers.migrator.state.parameter_state import PARAMETER, ParameterState, version_of
 from torch_tiers.migrator.streams import Compute, Event, Lane
 from torch_tiers.migrator.streams.pieces import SLOT, Piece
 
@@ -99,7 +99,7 @@ class StateStreamer:
             self._compute.wait(now.ready, STALL, stream)
             try:
                 brought = _brought(now, buffer)
-                versions = [each.parameter._version for each in brought]
+                versions = [version_of(each.parameter) for each in brought]
                 update(brought)
                 _take_over(now.slice_, brought, versions)
             finally:  # some of it may be updated, and its parameters with it
@@ -165,7 +165,7 @@ def _take_over(slice_: Iterable[ParameterState], brought: Iterable[ParameterStat
     for each, updated, version in zip(slice_, brought, versions, strict=True):
         copies = {id(copy) for copy in updated.tensors.values()}
         each.state.update((name, value) for name, value in updated.state.items() if id(value) not in copies)
-        if updated.parameter is not each.parameter and updated.parameter._version > version:
+        if updated.parameter is not each.parameter and version_of(updated.parameter) > version:
             increment_version(each.parameter)  # fused optimizers count nothing
 
 

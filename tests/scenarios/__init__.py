@@ -44,6 +44,7 @@ from torch_tiers.migrator.runtime import devices, streamed_state
 from torch_tiers.migrator.runtime import streamed_weights as of_runtime
 from torch_tiers.migrator.saved import learning_room
 from torch_tiers.migrator.state import chunks, parameter_state, slices
+from torch_tiers.migrator.state.parameter_state import ParameterState
 from torch_tiers.migrator.streams.pieces import SLOT
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -211,9 +212,6 @@ class _StateInDram:
     def dram_bytes(self, address: int) -> int:
         return 1
 
-    def weights(self) -> dict[int, int]:
-        return {}
-
     def longest_in_hbm(self, address: int, nbytes: int) -> tuple[int, int]:
         return SLOT, nbytes - SLOT  # the rest lies in DRAM
 
@@ -221,11 +219,18 @@ class _StateInDram:
         pass
 
 
+def _with_parameters(optimizer: torch.optim.Optimizer, masters: frozenset[int]) -> Iterator[ParameterState]:
+    """All parameters pass for master weights."""
+    updated = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return parameter_state.all_states(optimizer, masters | updated)
+
+
 @contextmanager
 def state_streamed() -> Iterator[None]:
     """Have parameters and their state come through a buffer for updates, in chunks, as if they lay in DRAM."""
     with (
         mock.patch.object(streamed_state.StreamedState, "residence", lambda *_: _StateInDram()),
+        mock.patch.object(streamed_state, "all_states", _with_parameters),
         mock.patch.object(parameter_state, "LEAST", 64),
         mock.patch.object(chunks, "ALIGNED", 256),
         mock.patch.object(slices, "SLICE", 20 * KiB),

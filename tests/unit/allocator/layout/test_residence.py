@@ -69,46 +69,11 @@ def test_state_that_was_loaded_makes_room_at_once(pages: OnOneCore, core: Core) 
     core.state(False)
     residence = pages.residence(GPU)
     assert residence is not None and pages.state_in_dram == 0
-    residence.make_room(NBYTES + 1)
+    assert residence.state_blocks() == set(blocks)
+    assert residence.make_room(NBYTES + 1) == 0
     assert sum(residence.in_dram(block) for block in blocks) == 2
     assert pages.state_in_dram == 2 * NBYTES, "it is known before a period has ended"
-    residence.make_room(3 * NBYTES)
-    assert all(residence.in_dram(block) for block in blocks), "there is no more of it"
-
-
-def test_what_else_is_read_once_a_step_makes_room_as_state_does(pages: OnOneCore, core: Core, state: int) -> None:
-    residence = pages.residence(GPU)
-    assert residence is not None
-    masters, weight = [core.allocate(NBYTES) for _ in range(3)], core.allocate(NBYTES)
-    alive = {**dict.fromkeys(masters[:2], NBYTES), state: NBYTES}
-    residence.set_read_once(lambda: alive)
-    residence.make_room(4 * NBYTES)
-    assert [residence.in_dram(block) for block in (*masters, weight)] == [True, True, False, False]
-    assert pages.state_in_dram == 3 * NBYTES
-    core.free(masters[0])
-    step(core, 4 * MiB)
-    pages.period_over()
-    assert pages.state_in_dram == 2 * NBYTES
-
-
-def test_what_is_no_block_of_ours_does_not_keep_others_from_making_room(
-    pages: OnOneCore, core: Core, state: int
-) -> None:
-    """Such as a tensor of another allocator."""
-    residence = pages.residence(GPU)
-    assert residence is not None
-    masters, foreign = [core.allocate(NBYTES) for _ in range(3)], torch.empty(4 * NBYTES, dtype=torch.uint8)
-    residence.set_read_once(lambda: {foreign.data_ptr(): foreign.nbytes, **dict.fromkeys(masters, NBYTES)})
-    residence.make_room(3 * NBYTES)
-    assert all(residence.in_dram(block) for block in masters)
-
-
-def test_what_is_streamed_as_a_weight_is_no_state(pages: OnOneCore, residence: Residence, weights: list[int]) -> None:
-    """Also where an optimizer has a copy of 16-bit weights that the program evaluates."""
-    residence.set_read_once(residence.weights)
-    residence.place(weights, ())
-    residence.make_room(NBYTES)
-    assert pages.state_in_dram == 0
+    assert residence.make_room(3 * NBYTES) == 1 * NBYTES, "no more of it is in HBM"
 
 
 def test_state_that_is_streamed_is_not_read_where_it_lies(pages: OnOneCore, core: Core, state: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils import swap_tensors
 
-from torch_tiers.migrator.program.master_weights import OfModels, master_weights
+from torch_tiers.migrator.program.master_weights import ModelWeights, master_weights
 
 
 def halves() -> list[Tensor]:
@@ -16,7 +16,7 @@ def halves() -> list[Tensor]:
 
 def found(updated: list[Tensor], model: list[Tensor]) -> list[bool]:
     """For each of what an optimizer updates, whether it is a master weight."""
-    masters = master_weights(optim.SGD(updated, lr=0.1), OfModels.among(iter(model)))
+    masters = master_weights(optim.SGD(updated, lr=0.1), ModelWeights.among(iter(model)))
     return [any(each is master for master in masters) for each in updated]
 
 
@@ -40,6 +40,11 @@ def test_where_there_are_more_of_a_shape_than_weights_a_forward_may_read_some() 
 def test_what_lies_on_the_memory_of_a_model_is_none() -> None:
     model = [*halves(), nn.Parameter(torch.ones(3, 4))]
     assert found([nn.Parameter(model[-1].detach())], model) == [False]
+
+
+def test_what_has_no_memory_of_its_own_is_none() -> None:
+    sparse = torch.eye(3, 4).to_sparse().requires_grad_()
+    assert found([sparse], halves()) == [False]
 
 
 def test_nobody_keeps_track_of_a_tensor_that_the_program_swaps() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,8 @@ class Program:
         self.room_made: list[int] = []
         self.recorded = False
         self.is_alone = True
-        self.read_once: Callable[[], dict[int, int]] = dict
+        self.lacks = 0  # bytes, with all that is known as state moved
+        self.known: set[int] = set()
         self.of_models: list[torch.Tensor] = []
         self.optimizer = self.another()
         pages: Any = SimpleNamespace(
@@ -46,11 +46,15 @@ class Program:
     def _moving(self) -> Iterator[bool]:
         yield self.is_alone
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> int:
         self.room_made.append(nbytes)
+        return self.lacks
 
-    def set_read_once(self, blocks: Callable[[], dict[int, int]]) -> None:
-        self.read_once = blocks
+    def state_blocks(self) -> set[int]:
+        return self.known
+
+    def count_state(self) -> None:
+        self.said.append("counted")
 
     def another(self) -> optim.Optimizer:
         parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -145,45 +149,46 @@ def test_a_load_within_a_step_does_not_end_the_steps_state(program: Program) -> 
     assert program.said == [{}, BEFORE, False]
 
 
-def test_state_that_was_on_the_gpu_before_it_was_loaded_may_lie_in_dram_as_all_state(program: Program) -> None:
+def test_state_that_was_on_the_gpu_before_it_was_loaded_is_taken_in_as_far_as_hbm_lacks_room(program: Program) -> None:
     program.step()
     tensors = [value for state in program.optimizer.state.values() for value in state.values() if value.ndim]
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in tensors]
+    program.known = {before[0][0]}
+    program.lacks = tensors[0].nbytes + 1  # two of the three that are not known
     program.recorded = True
+    program.said.clear()
     with mock.patch.object(parameter_state, "LEAST", 8):  # more than a number of steps
-        program.step(FIRST_STEPS)
-        assert program.read_once() == {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-    assert program.room_made == [LACKED]
+        program.placed.stepping(program.optimizer, FIRST_STEPS)
+    assert program.said == [{None: StateRoom(0, program.lacks)}, False, "counted"]
+    assert [tensor.data_ptr() != address for tensor, (address, _) in zip(tensors, before, strict=True)].count(True) == 2
+    assert tensors[0].data_ptr() == before[0][0], "it is known, and moves as pages do"
+    assert all(torch.equal(tensor, copy) for tensor, (_, copy) in zip(tensors, before, strict=True))
 
 
-def test_master_weights_make_room_before_the_first_step_makes_its_state(program: Program) -> None:
+def test_master_weights_are_taken_in_before_the_first_step_makes_its_state(program: Program) -> None:
     masters = program.optimizer.param_groups[0]["params"]
+    addresses = [master.data_ptr() for master in masters]
     program.of_models = [master.detach().bfloat16() for master in masters]
-    program.recorded = True
+    program.recorded, program.lacks = True, 1 << 20
     with mock.patch.object(parameter_state, "LEAST", 8):
         program.placed.stepping(program.optimizer, 0)
-        assert program.read_once() == {master.data_ptr(): master.nbytes for master in masters}
-        assert program.room_made == [LACKED]
+        assert all(master.data_ptr() not in addresses for master in masters)
+        assert program.placed.masters(program.optimizer) == set(map(id, masters))
         program.step(1)
     assert program.room_made == [LACKED], "once"
 
 
-def test_what_is_read_once_is_known_as_long_as_its_optimizer_lives(program: Program) -> None:
-    program.step()
-    program.recorded = True
+def test_what_another_tensor_has_the_memory_of_is_not_taken_in(program: Program) -> None:
+    """As the tensor that the program has made a parameter of: it would keep what was."""
+    first, second = program.optimizer.param_groups[0]["params"]
+    program.of_models = [master.detach().bfloat16() for master in (first, second)]
+    alias = first.detach()
+    program.recorded, program.lacks = True, 1 << 20
     with mock.patch.object(parameter_state, "LEAST", 8):
-        program.step(1)
-        assert program.read_once()
-        program.optimizer = program.another()
-        gc.collect()
-        assert not program.read_once()
-
-
-def test_once_it_is_closed_the_allocator_does_not_ask_it_any_more(program: Program) -> None:
-    program.step()
-    program.recorded = True
-    program.step(1)
-    program.placed.close()
-    assert program.read_once is dict
+        before = first.data_ptr(), second.data_ptr()
+        program.placed.stepping(program.optimizer, 0)
+    assert alias.data_ptr() == first.data_ptr() == before[0]
+    assert second.data_ptr() != before[1]
 
 
 def test_what_later_steps_allocate_is_no_state(program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
@@ -33,17 +34,22 @@ def test_moments_may_come_and_the_number_of_steps_may_not() -> None:
     assert found.nbytes == 2 * LEAST
 
 
-def test_a_parameter_may_come_by_itself() -> None:
+def test_a_master_weight_may_come_and_no_other_parameter() -> None:
     optimizer = stepped(one := weight(), weight())
-    (found,) = those_in_dram(all_states(optimizer), lambda tensor: tensor is one)
+    (found,) = those_in_dram(
+        all_states(optimizer, frozenset({id(one)})), lambda tensor: isinstance(tensor, nn.Parameter)
+    )
     assert found.tensors == {PARAMETER: one} and found.nbytes == LEAST
 
 
-def test_a_parameter_stays_whose_copy_could_not_have_its_gradient() -> None:
+@pytest.mark.parametrize("shape", [(COUNT,), (1, COUNT)])
+def test_a_parameter_stays_whose_copy_could_not_have_its_gradient(shape: tuple[int, ...]) -> None:
     one = weight()
-    one.grad_dtype = torch.bfloat16
-    one.grad = torch.ones(COUNT, dtype=torch.bfloat16)
-    assert not list(those_in_dram(all_states(optim.SGD([one])), lambda tensor: tensor is one))
+    one.grad_dtype = torch.bfloat16 if shape == (COUNT,) else torch.float32
+    one.grad = torch.ones(COUNT, dtype=one.grad_dtype)
+    one.data = one.data.view(shape)
+    optimizer = optim.SGD([one])
+    assert not list(those_in_dram(all_states(optimizer, frozenset({id(one)})), lambda tensor: tensor is one))
 
 
 def test_small_tensors_stay() -> None:
