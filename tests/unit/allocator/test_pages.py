@@ -37,6 +37,11 @@ def test_before_the_first_request_there_is_nothing_to_give_back(core: Core, monk
     OnOneCore(core).tidy(torch.device("cuda", 1))
 
 
+def test_what_is_no_gpu_has_no_pages(pages: OnOneCore) -> None:
+    """Also where a model on the host trains beside one on a GPU."""
+    assert pages.residence(torch.device("cpu")) is None
+
+
 def test_the_budget_of_a_gpu_is_what_its_core_may_map_of_hbm(pages: OnOneCore, core: Core) -> None:
     """Not what is free and reserved: what is reserved may lie in DRAM, and plans would keep what does not fit."""
     assert pages.more(64 * MiB)
