@@ -166,5 +166,8 @@ class PlacedState:
 
 def _is_alone_on_its_memory(tensor: Tensor) -> bool:
     """Whether no other tensor, of the program's or of a graph, has its storage: it would keep the old memory."""
-    storage = tensor.untyped_storage()  # an object of Python's, which counts, too
-    return int(torch._C._storage_Use_Count(storage._cdata)) <= 1 + 1
+    return _uses(tensor) <= _uses(torch.empty(1))  # whatever this release of PyTorch counts
+
+
+def _uses(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

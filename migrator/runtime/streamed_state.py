@@ -114,8 +114,8 @@ class StreamedState:
         if most < SLICE or buffer.numel() < largest_part:  # few bytes come, or a part of the buffer lies in DRAM
             parts = _parts(found, optimizer, most, buffer.numel())
         streamed, coming = list(compress(found, parts)), [part for of in parts for part in of]
-        shards = [(each.parameter, own_memory(each.parameter)) for each in streamed if is_dtensor(each.parameter)]
-        before = [0 if shard is None else version_of(shard) for _, shard in shards]
+        distributed = (each.parameter for each in streamed if is_dtensor(each.parameter))
+        shards = [(each, shard, version_of(shard)) for each in distributed if (shard := own_memory(each)) is not None]
 
         def update(slice_: Sequence[ParameterState]) -> None:
             step_over(by_group(slice_), optimizer, step, {each.parameter: each.state for each in slice_})
@@ -127,8 +127,8 @@ class StreamedState:
             streamer.close()  # before the buffer's memory is anybody else's
             self._streamers.pop(device, None)
             raise
-        for (parameter, shard), version in zip(shards, before, strict=True):
-            if shard is not None and version_of(shard) > version:
+        for parameter, shard, version in shards:
+            if version_of(shard) > version:
                 increment_version(parameter)  # whose own count PyTorch looks at
         addresses = [tensor.data_ptr() for each in streamed for tensor in each.tensors.values()]
         residence.note_streamed({address: in_dram[address] for address in addresses})

@@ -77,13 +77,17 @@ def all_states(optimizer: Optimizer, masters: frozenset[int] = frozenset()) -> I
                 continue
             state = optimizer.state.get(parameter, {})
             memory = {name: own_memory(value) for name, value in state.items()}
-            is_alike = (parameter.grad.dtype, parameter.grad.size()) == (parameter.dtype, parameter.size())
-            if id(parameter) in masters and is_alike:  # else PyTorch refuses the gradient for a copy
+            if id(parameter) in masters and _may_have(parameter, parameter.grad):
                 memory[PARAMETER] = own_memory(parameter)
             tensors = {
                 name: tensor for name, tensor in memory.items() if tensor is not None and has_own_storage(tensor)
             }
             yield ParameterState(index, parameter, state, tensors)
+
+
+def _may_have(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether PyTorch lets a copy of a parameter have its gradient."""
+    return gradient.dtype == parameter.dtype and gradient.size() == parameter.size()
 
 
 def version_of(tensor: Tensor) -> int:
