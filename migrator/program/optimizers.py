@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import NamedTuple
@@ -14,6 +15,12 @@ from torch_tiers.migrator.program import weights
 LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
 FEW = 8  # optimizers, of which any may be a period's last; of more only the first few steps are looked at
 _HOST = torch.device("cpu")
+
+
+def all_alive() -> list[torch.optim.Optimizer]:
+    """Return every optimizer that there is, also one that has not stepped yet. Looks at all objects of the program."""
+    # Not isinstance: some objects do something when they are asked for their class.
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
 
 
 class Stepped(NamedTuple):

@@ -14,10 +14,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
-from torch_tiers.migrator.program import weights
+from torch_tiers.migrator.program import optimizers, weights
 from torch_tiers.migrator.program.master_weights import ModelWeights, master_weights
 from torch_tiers.migrator.runtime.savers import Savers
-from torch_tiers.migrator.runtime.state_room import rooms_before_training, shortages, state_rooms
+from torch_tiers.migrator.runtime.state_room import (
+    rooms_before_training,
+    shortages,
+    shortages_before_training,
+    state_rooms,
+)
 from torch_tiers.migrator.state.parameter_state import has_own_storage
 
 log = logging.getLogger("tiers")
@@ -106,6 +111,19 @@ class PlacedState:
             self._thread.makes_state = False
             pages.state(False)
 
+    def forward_begins(self) -> None:
+        """A model that has not run begins its first forward: move master weights for which HBM will have no room.
+
+        Else all that the forward and the backward make would lie in DRAM, until an optimizer steps.
+        """
+        pages, parameters = self._pages(), list(self._parameters())
+        of_models = ModelWeights.among(parameters)
+        if pages is None or not of_models.halves:
+            return
+        for optimizer in optimizers.all_alive():
+            masters = master_weights(optimizer, of_models)
+            self._move_out(pages, shortages_before_training(optimizer, masters, parameters, pages), masters)
+
     def masters(self, optimizer: Optimizer) -> frozenset[int]:
         """The identities of those of an optimizer's parameters that are master weights, as far as that is known."""
         found: frozenset[int] = self._masters.get(optimizer, frozenset())
@@ -122,12 +140,21 @@ class PlacedState:
         self._masters[optimizer] = frozenset(map(id, masters))
         if not (optimizer.state or masters):
             return True
-        shortage = shortages(optimizer, self._savers.thread.saver)
+        kept = [*weights.plain_tensors(weights.tensors_in(optimizer.state)), *masters]
+        return self._move_out(pages, shortages(optimizer, self._savers.thread.saver), kept)
+
+    def _move_out(self, pages: PageAllocator, shortage: Mapping[torch.device, int], kept: Sequence[Tensor]) -> bool:
+        """Move state to DRAM, so many bytes by device, and of what is `kept` where that is not enough.
+
+        Returns
+        -------
+        bool
+            Whether it might move.
+        """
         with self._moving() as may:
             for device, nbytes in shortage.items() if may else ():
                 residence = pages.residence(device)
                 if residence is not None and (lacking := residence.make_room(nbytes)):
-                    kept = [*weights.plain_tensors(weights.tensors_in(optimizer.state)), *masters]
                     self._take_in(pages, [each for each in kept if each.device == device], device, residence, lacking)
         return may
 

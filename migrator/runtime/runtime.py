@@ -224,6 +224,8 @@ class Runtime:
         """Check whether the budget holds the weights of all models so far; whether some are streamed."""
         if self._streaming.see(model):
             self._recount_static()
+            if not self._progress.steps:
+                self._state.forward_begins()
             try:
                 self.models.check(self._streaming.hbm_saved)
             except BudgetTooSmall as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,27 @@ def shortages(optimizer: Optimizer, saver: Saver | None) -> dict[torch.device, i
     return found
 
 
+def shortages_before_training(
+    optimizer: Optimizer, masters: Sequence[Tensor], parameters: Sequence[Tensor], pages: PageAllocator
+) -> dict[torch.device, int]:
+    """Return the bytes that each GPU will lack, whatever activations need, if an optimizer's `masters` stay in HBM.
+
+    What is there stays, too, and gradients of the models' `parameters` come, and the optimizer's state.
+    """
+    found = {}
+    for device in {master.device for master in masters}:
+        if (residence := pages.residence(device)) is None:
+            continue
+        residence.count_state()
+        there, budget = pages.in_use(device) - residence.state, pages.limit(device)
+        gradients = weights.bytes_on(device, (each for each in parameters if each.requires_grad and each.grad is None))
+        made = 0 if optimizer.state else COPIES * weights.bytes_on(device, masters)
+        lacking = there + gradients + made + _buffer_bytes(optimizer, device, budget) - budget
+        if lacking > 0:
+            found[device] = lacking
+    return found
+
+
 def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[int, StateRoom]:
     """Return the room of each GPU by its number for state that is loaded, in place of what there is.
 
@@ -52,10 +73,13 @@ def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[in
 
 
 def _recorded(saver: Saver | None) -> Iterator[tuple[torch.device, int, int]]:
-    """The GPUs on which an iteration is recorded, the budget, and the most in use so far without saved tensors."""
+    """The GPUs on which an iteration is recorded, the budget, and the most in use so far without saved tensors.
+
+    That includes what a program makes between its backward and the step, such as gradients of another type.
+    """
     for mover in saver.movers.armed if saver is not None else ():
-        device, meter = mover.engine.compute.device, mover.engine.meter
-        others = 0 if meter is None else meter.others_so_far()
+        device, meter, saved = mover.engine.compute.device, mover.engine.meter, mover.engine.hbm
+        others = 0 if meter is None else meter.others_so_far(saved.resident + saved.used_up)
         if device.type == "cuda" and others:
             yield device, mover.budget, others
 

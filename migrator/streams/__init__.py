@@ -176,8 +176,11 @@ class Meter(Protocol):
     def most(self) -> int:
         """Return the most bytes in use since the last call, in an untracked scope; 0 if nobody counts them."""
 
-    def others_so_far(self) -> int:
-        """Return the most HBM in use so far without the storages that are saved, in bytes; 0 if nobody counts it."""
+    def others_so_far(self, resident: int) -> int:
+        """Return the most HBM in use so far without saved storages, of which `resident` are there now, in bytes.
+
+        0 before the first position, and if nobody counts it.
+        """
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over; waits until the device has passed its end.

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.streams import Gap, Measures, OperatorClock, OperatorTimes, TimedEvent
+from torch_tiers.migrator.streams.gaps import without_gaps
 from torch_tiers.migrator.streams.hold import Hold
 from torch_tiers.migrator.streams.host_clock import HostClock
 
@@ -127,7 +128,7 @@ class HostMeter:
         """Nothing here measures memory."""
         return 0
 
-    def others_so_far(self) -> int:
+    def others_so_far(self, resident: int) -> int:
         """Nothing here measures memory."""
         return 0
 
@@ -284,9 +285,11 @@ class CudaMeter:
         """The most bytes in use since this was last called, in an untracked scope."""
         return self._compute.take_peak()
 
-    def others_so_far(self) -> int:
-        """Return the most bytes in use so far, without those of the storages that are saved."""
-        return max((max(stretch) for stretch in self._others), default=0)
+    def others_so_far(self, resident: int) -> int:
+        """Return the most bytes in use so far without those of saved storages, of which `resident` are in HBM now."""
+        self._highest = max(self._highest, self.most())
+        now = self.most() - resident  # nothing lies between
+        return max([now, *map(max, self._others)]) if self._others else 0
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The iteration is over; waits until the device has passed its end. To be called once.
@@ -315,7 +318,7 @@ class CudaMeter:
         for start, over in self._left_out:
             over.synchronize()  # another stream's may lie behind the end
             gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
-        *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
+        *times, seconds = without_gaps(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
 
         def when(event: TimedEvent) -> float:
             return now - self.seconds(event, end)
@@ -331,19 +334,3 @@ class CudaMeter:
         *times, seconds = accumulate(device)
         host, joins = self._host.clocks(device, when, (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
-
-
-def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:
-    """`times` on a clock that stands still in the gaps, which may overlap and come in any order."""
-    apart: list[tuple[float, float]] = []
-    for start, end in sorted(gaps):
-        start = max(start, apart[-1][1]) if apart else start
-        if end > start:
-            apart.append((start, end))
-    shifted, lost, k = {}, 0.0, 0
-    for at in sorted(times):
-        while k < len(apart) and apart[k][1] <= at:
-            lost += apart[k][1] - apart[k][0]
-            k += 1
-        shifted[at] = at - lost - (max(0.0, at - apart[k][0]) if k < len(apart) else 0.0)
-    return [shifted[at] for at in times]

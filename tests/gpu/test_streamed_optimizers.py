@@ -87,6 +87,7 @@ def train(name: str, how: dict[str, object], first: int, last: int, path: Path |
     """What the program prints, with tiers if `tiers` is a directory."""
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if tiers is not None:
+        tiers.mkdir(exist_ok=True)  # a ledger's own parents are not made
         environ |= {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(BUDGET), "TIERS_DRAM": "8GiB", "TIERS_LOG": "info"}
         environ |= {"TIERS_RUN": str(tiers / "run"), "TIERS_LEDGER": str(tiers / "ledger"), "TIERS_PLAN_CACHE": "0"}
     done = subprocess.run(

@@ -178,6 +178,21 @@ def test_master_weights_are_taken_in_before_the_first_step_makes_its_state(progr
     assert program.room_made == [LACKED], "once"
 
 
+def test_master_weights_that_hbm_will_have_no_room_for_are_taken_in_before_the_first_forward(program: Program) -> None:
+    masters = program.optimizer.param_groups[0]["params"]
+    addresses = [master.data_ptr() for master in masters]
+    program.lacks = 1 << 20
+    with (
+        mock.patch.object(parameter_state, "LEAST", 8),
+        mock.patch.object(placed_state, "shortages_before_training", lambda *_: {CPU: LACKED}),
+    ):
+        program.placed.forward_begins()
+        assert not program.room_made, "no model has 16-bit weights"
+        program.of_models = [master.detach().bfloat16() for master in masters]
+        program.placed.forward_begins()
+    assert all(master.data_ptr() not in addresses for master in masters)
+
+
 def test_what_another_tensor_has_the_memory_of_is_not_taken_in(program: Program) -> None:
     """As the tensor that the program has made a parameter of: it would keep what was."""
     first, second = program.optimizer.param_groups[0]["params"]

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.unit.migrator.streams.marks import Mark
 from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
+from torch_tiers.migrator.streams.gaps import without_gaps
 from torch_tiers.migrator.streams.hold import LONGEST
 from torch_tiers.migrator.streams.host import HostCompute
-from torch_tiers.migrator.streams.meter import CudaMeter, MarkTimes, without
+from torch_tiers.migrator.streams.meter import CudaMeter, MarkTimes
 from torch_tiers.migrator.telemetry.counters import Counters
 
 gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
@@ -27,7 +28,7 @@ gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
 @example(gaps=[(30, 20)], times=[10, 50])  # a wait that was none changes nothing
 def test_time_left_out_is_that_covered_by_gaps(gaps: list[tuple[float, float]], times: list[float]) -> None:
     covered = {second for start, end in gaps for second in range(int(start), int(end))}
-    assert without(gaps, times) == [at - sum(second < at for second in covered) for at in times]
+    assert without_gaps(gaps, times) == [at - sum(second < at for second in covered) for at in times]
 
 
 def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
@@ -72,6 +73,7 @@ class FakeCompute:
     def __init__(self, mark_times: MarkTimes = MarkTimes()) -> None:  # noqa: B008
         self.mark_times = mark_times
         self.highest = 0  # bytes since the last look
+        self.present = 0  # bytes
         self.with_present = True
         self.stream_has: list[str] = []
         self.has_passed_all = False
@@ -85,7 +87,7 @@ class FakeCompute:
     def take_peak(self, *, with_present: bool = False) -> int:
         self.with_present = with_present
         peak, self.highest = self.highest, 0
-        return peak
+        return max(peak, self.present)
 
     def delayed(self) -> float:
         return 0.0
@@ -158,6 +160,19 @@ def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it(after: Af
     after(300).part(0)
     after(0).resume()
     assert after(10).finish(0, [0, 0]).others == (0, 10)
+
+
+def test_what_is_in_use_now_counts_among_the_most_so_far_and_no_peak_is_lost_by_the_question() -> None:
+    """As what a program makes between its backward and the optimizer's step."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    assert meter.others_so_far(0) == 0, "no position was reached"
+    compute.highest = 100
+    meter.tick(30)
+    compute.highest, compute.present = 150, 120
+    assert meter.others_so_far(20) == 100
+    compute.present = 10
+    assert meter.others_so_far(0) == 70
+    assert meter.finish(0, [0, 0]).others == (70, 150)
 
 
 def test_what_the_stretch_took_before_something_was_released_counts_too(after: After) -> None:
