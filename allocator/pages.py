@@ -167,6 +167,23 @@ class PageAllocator:
                 self._claims.more(device, core, lacking)
             core.state(on, given.hbm)
 
+    def beyond_dram(self, room: Mapping[int, StateRoom]) -> dict[int, int]:
+        """Bytes of state by GPU that have no room in HBM and DRAM, once `state` was told of the room in HBM."""
+        found = {}
+        for device, core in self.cores():
+            if (given := room.get(device)) is not None and given.expected > given.hbm:
+                counts = core.counts()
+                lacking = given.expected - given.hbm - (counts.dram_limit - counts.dram)
+                if lacking > 0:
+                    found[device] = lacking
+        return found
+
+    def leave_dram(self, device: int, nbytes: int) -> None:
+        """Leave so many bytes of DRAM to others, as far as a GPU's core has claimed them and does not use them."""
+        periods = self._of(device)
+        if periods is not None:
+            self._claims.less(device, periods.core, nbytes)
+
     # ----------------------------------------------------------------------------------- periods
 
     def begin(self) -> None:

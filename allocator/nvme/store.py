@@ -139,6 +139,11 @@ class NvmeStore:
         return ", ".join(str(volume.backend.path) for volume in self._volumes)
 
     @property
+    def directory(self) -> Path:
+        """One of them."""
+        return Path(self._volumes[0].backend.path)
+
+    @property
     def used(self) -> int:
         """Bytes in extents."""
         return self._used

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import wait
-from typing import Any, Protocol
 
 from torch_tiers.allocator.errors import TierFull, TierTooSmall
 from torch_tiers.allocator.host.dram import DramArena, DramBlock
@@ -24,6 +23,7 @@ from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk
 from torch_tiers.migrator.offload.guards import Guards
 from torch_tiers.migrator.offload.stored import StoredGroup
+from torch_tiers.migrator.offload.user import User
 from torch_tiers.migrator.offload.wait_for_others import WaitForOthers
 from torch_tiers.migrator.streams import Event
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -31,21 +31,6 @@ from torch_tiers.migrator.telemetry.counters import Counters
 log = logging.getLogger("tiers")
 
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
-
-
-class User(Protocol):
-    """An engine, as other engines see it."""
-
-    @property
-    def lock(self) -> Any:
-        """The lock that it holds while it works."""
-
-    @property
-    def dead(self) -> Collection[object]:
-        """Deaths of groups that it has not noticed yet."""
-
-    def collect(self) -> None:
-        """Forget groups that nobody refers to any more; call it with `lock`."""
 
 
 class Backing:
@@ -77,6 +62,7 @@ class Backing:
         self._lock = threading.RLock()
         self._others = WaitForOthers(dram, threading.Condition(self._lock))
         self.has_disk = nvme is not None
+        self.directory = None if nvme is None else nvme.directory
         self.users: set[User] = set()  # which have groups here; held, or what they have here would outlive them
 
     # ------------------------------------------------------------------------------------- places
@@ -320,16 +306,28 @@ class Backing:
             If the disk does not return what was written.
         """
         with self._lock:
-            self._reap()
-            if stored.block is None:
-                self._read_into(stored, self._find_block_for_what_is_needed(stored.nbytes))
-            if stored.reading is not None:
-                if not stored.reading.done():
-                    with self._counters.waiting("disk_read"):
-                        stored.reading.exception()
-                stored.reading.result()
-            assert stored.block is not None
-            stored.returned = copy(stored.block)
+            stored.returned = copy(self._bring(stored))
+
+    def take(self, stored: StoredGroup) -> DramBlock:
+        """As `lend`, for who changes the bytes in the block, which stays until `filled` says that this is over."""
+        with self._lock:
+            block = self._bring(stored)
+            if self._disk is not None:
+                self._disk.outdate(stored)
+            stored.filled = stored.returned = stored.reading = None
+            return block
+
+    def _bring(self, stored: StoredGroup) -> DramBlock:
+        self._reap()
+        if stored.block is None:
+            self._read_into(stored, self._find_block_for_what_is_needed(stored.nbytes))
+        if stored.reading is not None:
+            if not stored.reading.done():
+                with self._counters.waiting("disk_read"):
+                    stored.reading.exception()
+            stored.reading.result()
+        assert stored.block is not None
+        return stored.block
 
     def _read_into(self, stored: StoredGroup, block: DramBlock) -> None:
         assert self._disk is not None

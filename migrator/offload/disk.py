@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 from torch_tiers.allocator.errors import StoreError, TiersError
@@ -106,6 +106,14 @@ class Disk:
         self._kept.pop(stored, None)
         if stored.writing is not None:
             stored.writing.cancel()  # if it has not begun, nobody needs it any more
+
+    def outdate(self, stored: StoredGroup) -> None:
+        """Free the extent of a stored group whose bytes are about to change; block the host while it is written."""
+        if stored.writing is not None and not stored.writing.cancel():
+            with self._counters.waiting("disk_write"):
+                wait([stored.writing])
+        stored.writing = None
+        self.free(stored)
 
     def free(self, stored: StoredGroup) -> None:
         """Free the extent of a stored group, if it has one."""

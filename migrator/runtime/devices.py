@@ -151,14 +151,10 @@ class Devices:
             If a tier below HBM cannot be set up as configured.
         """
         with self._lock:
-            if self._backing is None:
-                self._backing = options.backing(self._counters, device.type == "cuda")
-                self._backing.at_shortage = self._lift_limits
-                if options.policy not in MAY_KEEP:
-                    self._backing.say_if_nothing_fits()
+            backing = self._open_backing(options)
             shared = self.opened.get(device) or self._open(device, options)
             shared.compute.operators = operators
-        engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors, shared.direct)
+        engine = Engine(shared.compute, shared.out, shared.back, backing, tensors, shared.direct)
         if shared.log is not None:
             engine.tell(shared.log)
         target = max(0, int(shared.room * (1 - _margin(device, options))) - shared.holes)
@@ -179,8 +175,27 @@ class Devices:
         )
         lent, keeps = 0, options.policy == "keep"
         if device.type == "cuda" and not keeps:
-            lent = self._loans.take(device, shared.room, self._backing, options.pages(), strict=options.strict)
+            lent = self._loans.take(device, shared.room, backing, options.pages(), strict=options.strict)
         return Mover(engine, learner, shared.room, tensors, keeps=keeps, spills=options.pages() is not None, lent=lent)
+
+    def backing(self, options: Options) -> Backing:
+        """Return what stores groups below HBM, made if there was none.
+
+        Raises
+        ------
+        TiersError
+            If a tier below HBM cannot be set up as configured.
+        """
+        with self._lock:
+            return self._open_backing(options)
+
+    def _open_backing(self, options: Options) -> Backing:
+        if self._backing is None:
+            self._backing = options.backing(self._counters, torch.cuda.is_available())
+            self._backing.at_shortage = self._lift_limits
+            if options.policy not in MAY_KEEP:
+                self._backing.say_if_nothing_fits()
+        return self._backing
 
     def open(self, device: torch.device, options: Options) -> Device:
         """Return a device, opened if it was not.

@@ -60,7 +60,7 @@ class Listener(Protocol):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
 
-    def loading(self, optimizer: torch.optim.Optimizer, /) -> AbstractContextManager[None]:
+    def loading(self, optimizer: torch.optim.Optimizer, /) -> AbstractContextManager[optimizer_loads.Loaded]:
         """An optimizer loads its state within this scope."""
 
     def run_step(self, optimizer: torch.optim.Optimizer, step: Step, /) -> Any:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import optimizers, weights
 from torch_tiers.migrator.program.master_weights import ModelWeights, master_weights
+from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
+from torch_tiers.migrator.runtime.optimizer_loads import Loaded
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import (
     rooms_before_training,
@@ -47,6 +50,8 @@ class PlacedState:
         A scope in which state may move, if it yields True.
     parameters : callable
         Returns the parameters of all models that have run.
+    nvme : NvmePlacement
+        Is told of state for which DRAM has no room.
     """
 
     def __init__(
@@ -55,7 +60,9 @@ class PlacedState:
         savers: Savers,
         moving: Callable[[], AbstractContextManager[bool]],
         parameters: Callable[[], Iterable[Tensor]],
+        nvme: NvmePlacement,
     ) -> None:
+        self._nvme = nvme
         self._pages = pages
         self._savers = savers
         self._moving = moving
@@ -79,6 +86,8 @@ class PlacedState:
             self._placed[optimizer] = True
         if optimizer not in self._known or steps < FIRST_STEPS:
             self._begin(pages, rooms)
+            if rooms and not optimizer.state:
+                self._nvme.expect(optimizer, pages, rooms)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has made the step."""
@@ -86,17 +95,19 @@ class PlacedState:
         self.over()
 
     @contextmanager
-    def loading(self, optimizer: Optimizer) -> Iterator[None]:
+    def loading(self, optimizer: Optimizer) -> Iterator[Loaded]:
         """An optimizer loads its state in this scope."""
-        pages = self._pages()
+        pages, loaded = self._pages(), partial(self._nvme.put_loaded, optimizer)
         if pages is None:
-            yield
+            yield loaded
             return
         self._placed.pop(optimizer, None)
         is_within = self._thread.makes_state  # a step, or another's load
-        self._begin(pages, rooms_before_training(optimizer, pages))
+        rooms = rooms_before_training(optimizer, pages)
+        self._begin(pages, rooms)
+        self._nvme.expect(optimizer, pages, rooms)
         try:
-            yield
+            yield loaded
         finally:
             if not is_within:
                 self.over()

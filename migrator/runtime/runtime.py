@@ -29,6 +29,7 @@ from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers
 from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
+from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.placed_state import FIRST_STEPS, PlacedState
 from torch_tiers.migrator.runtime.progress import Progress
@@ -66,9 +67,10 @@ class Runtime:
         models = self.models = Models(options.hbm)
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
-        self._state = PlacedState(lambda: self.options.pages(), self._savers, self._streaming.moving, models.parameters)
-        self.loading = self._state.loading
-        self.run_step = StreamedState(lambda: self.options, self._devices, self._counters, self._state.masters)
+        of_all, pages = (lambda: self.options, self._devices, self._counters), lambda: self.options.pages()
+        nvme = self._nvme = NvmePlacement(*of_all)
+        self._state = PlacedState(pages, self._savers, self._streaming.moving, models.parameters, nvme)
+        self.loading, self.run_step = self._state.loading, StreamedState(*of_all, self._state.masters, nvme)
         self._optimizers, self._allowance = Optimizers(), Allowance()
         self._pid = os.getpid()
 
@@ -99,7 +101,7 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
-        with closing(self._devices), closing(self.run_step):
+        with closing(self._devices), closing(self._nvme), closing(self.run_step):
             self._streaming.close()
 
     def advise(self, advisor: Advisor | None) -> None:

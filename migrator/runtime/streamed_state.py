@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -16,9 +18,13 @@ from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, makes_state, may_be_split, step_over
 from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
+from torch_tiers.migrator.runtime.nvme_placement import STATE_LANES, NvmePlacement
 from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.runtime.state_room import COPIES
 from torch_tiers.migrator.state import parameter_state
 from torch_tiers.migrator.state.chunks import chunks
+from torch_tiers.migrator.state.nvme_slices import NvmeSlices, comes_from_nvme, parts_on_nvme
+from torch_tiers.migrator.state.nvme_state import NvmeState
 from torch_tiers.migrator.state.parameter_state import (
     ParameterState,
     all_but,
@@ -30,8 +36,6 @@ from torch_tiers.migrator.state.parameter_state import (
 from torch_tiers.migrator.state.slices import AT_ONCE, SLICE, buffer_bytes, cut, largest, slice_bytes
 from torch_tiers.migrator.state.streamer import StateStreamer
 from torch_tiers.migrator.telemetry.counters import Counters
-
-STATE_LANES = "state_read", "state_write"
 
 
 class StreamedState:
@@ -47,6 +51,8 @@ class StreamedState:
         Of the runtime: what is copied counts as of `STATE_LANES`.
     masters : callable
         Returns the identities of an optimizer's master weights.
+    nvme : NvmePlacement
+        Has the state that lies on NVMe.
     """
 
     def __init__(
@@ -55,7 +61,9 @@ class StreamedState:
         devices: Devices,
         counters: Counters,
         masters: Callable[[Optimizer], frozenset[int]],
+        nvme: NvmePlacement,
     ) -> None:
+        self._nvme = nvme
         self._options = options
         self._devices = devices
         self._counters = counters
@@ -66,15 +74,22 @@ class StreamedState:
     def __call__(self, optimizer: Optimizer, step: Step) -> Any:
         """Make a step: first over the parameters whose state comes to HBM, then over all others, in slices each."""
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
-        if not found or not may_be_split(optimizer):
+        lacks_room = self._nvme.lacks_room(optimizer)
+        if not (found or lacks_room or self._nvme.states) or not may_be_split(optimizer):
             return step(optimizer)
         states = list(all_states(optimizer, self._masters(optimizer)))
-        streamed = [each for on in found.items() for each in self._stream(optimizer, step, states, *on)]
-        if not streamed:
-            return step(optimizer)
+        streamed = list[ParameterState]()
+        for device, nvme in self._nvme.states.items():
+            streamed += self._stream_from_nvme(optimizer, step, states, device, nvme)
         others = list(all_but(states, streamed))
-        for slice_ in cut(others, [each.nbytes for each in others], AT_ONCE):
+        streamed += [each for on in found.items() for each in self._stream(optimizer, step, others, *on)]
+        if not (streamed or lacks_room):
+            return step(optimizer)
+        others = list(all_but(others, streamed))
+        for slice_ in cut(others, [each.nbytes or COPIES * each.parameter.nbytes for each in others], AT_ONCE):
             step_over(by_group(slice_), optimizer, step)
+            if lacks_room:
+                self._nvme.put(optimizer, slice_)
         return None  # as without a closure
 
     def residence(self, device: torch.device) -> Residence | None:
@@ -117,16 +132,8 @@ class StreamedState:
         distributed = (each.parameter for each in streamed if is_dtensor(each.parameter))
         shards = [(each, shard, version_of(shard)) for each in distributed if (shard := own_memory(each)) is not None]
 
-        def update(slice_: Sequence[ParameterState]) -> None:
-            step_over(by_group(slice_), optimizer, step, {each.parameter: each.state for each in slice_})
-
-        streamer = self._streamer(device)
-        try:
-            streamer.run(cut(coming, [each.nbytes for each in coming], most), buffer, update)
-        except BaseException:
-            streamer.close()  # before the buffer's memory is anybody else's
-            self._streamers.pop(device, None)
-            raise
+        with self._streamer(device) as streamer:
+            streamer.run(cut(coming, [each.nbytes for each in coming], most), buffer, partial(_update, optimizer, step))
         for parameter, shard, version in shards:
             if version_of(shard) > version:
                 increment_version(parameter)  # whose own count PyTorch looks at
@@ -134,19 +141,51 @@ class StreamedState:
         residence.note_streamed({address: in_dram[address] for address in addresses})
         return streamed
 
-    def _streamer(self, device: torch.device) -> StateStreamer:
+    def _stream_from_nvme(
+        self, optimizer: Optimizer, step: Step, states: Sequence[ParameterState], device: torch.device, nvme: NvmeState
+    ) -> list[ParameterState]:
+        """Update those of these parameters whose state lies on NVMe, and return their state."""
+        shared = self._devices.opened[device]
+        nvme.drop_unused()
+        stored = [each for each in states if each.parameter.device == device and comes_from_nvme(each)]
+        if not stored or shared.compute.capturing():
+            return []
+        coming = [part for each in stored for part in parts_on_nvme(each)]
+        sizes = [part.nbytes for part in coming]
+        buffer = shared.compute.empty(buffer_bytes(sizes))
+        slices = NvmeSlices(cut(coming, sizes, SLICE), nvme)
+        try:
+            with self._streamer(device) as streamer:
+                streamer.run(slices, buffer, partial(_update, optimizer, step), slices.left)
+        finally:
+            slices.close(shared.compute.mark(shared.compute.stream()))
+        return stored
+
+    @contextmanager
+    def _streamer(self, device: torch.device) -> Iterator[StateStreamer]:
+        """The streamer of a device, which is closed before its buffer's memory is anybody else's if it fails."""
         with self._opening:
             if device not in self._streamers:
                 for name in STATE_LANES:
                     self._counters.moved.setdefault(name, 0)
                 read, write = lanes(device, STATE_LANES, self._counters)
                 self._streamers[device] = StateStreamer(self._devices.opened[device].compute, read, write)
-            return self._streamers[device]
+            streamer = self._streamers[device]
+        try:
+            yield streamer
+        except BaseException:
+            streamer.close()
+            self._streamers.pop(device, None)
+            raise
 
     def close(self) -> None:
         """Wait for copies that are under way."""
         while self._streamers:
             self._streamers.popitem()[1].close()
+
+
+def _update(optimizer: Optimizer, step: Step, slice_: Sequence[ParameterState]) -> None:
+    step_over(by_group(slice_), optimizer, step, {each.parameter: each.state for each in slice_})
 
 
 def _parts(states: Sequence[ParameterState], optimizer: Optimizer, most: int, limit: int) -> list[list[ParameterState]]:

@@ -29,7 +29,7 @@ class ParameterState:
         The parameter, or the chunk. It has a gradient.
     state : dict
         The optimizer's state of the parameter; empty before the first step.
-    tensors : dict of str to Tensor
+    tensors : dict of str to Tensor or NvmePart
         The tensors that may come to HBM, by name: of the state, and the parameter as `PARAMETER`. Of a DTensor what
         this rank has.
     """
@@ -37,7 +37,7 @@ class ParameterState:
     group: int
     parameter: Tensor
     state: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
 
     @property
     def nbytes(self) -> int:

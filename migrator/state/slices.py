@@ -10,6 +10,8 @@ from torch_tiers.allocator.sizes import MiB
 SLICE = 64 * MiB  # of state: its copies take a millisecond, and its calls a fraction of that
 ABREAST = 3  # slices: one comes, one is updated, one leaves
 LARGEST = 1 / 16  # of the budget: state of one parameter that is larger, and not cut, is read where it lies
+NUMBERS = SLICE // 8  # of a tensor on NVMe that make a part: of two in fp32 it fills a slice
+IN_TRANSIT = 12 * SLICE  # bytes of DRAM through which state comes from NVMe and goes there
 AT_ONCE = 512 * MiB  # of state that does not come: an optimizer may take as much again while it updates that
 
 _Part = TypeVar("_Part")

@@ -69,12 +69,13 @@ class StateStreamer:
         slices: Iterable[Sequence[ParameterState]],
         buffer: Tensor,
         update: Callable[[Sequence[ParameterState]], None],
+        left: Callable[[Event], None] = lambda gone: None,
     ) -> None:
         """Call `update` for each slice while its tensors are in `buffer`, which is flat and holds each slice.
 
         It is given the slice with the tensors that are in the buffer, as parameters and state. The optimizer's own
         state always has its own tensors. What else `update` puts into the state of a whole parameter, the optimizer has
-        afterwards.
+        afterwards. For each slice in turn, `left` is told when its tensors will be up to date where they came from.
 
         Once the present stream has passed this, all of it is in DRAM again, and nobody uses the buffer. When this
         raises, call `close` before anybody else has the buffer's memory.
@@ -82,11 +83,12 @@ class StateStreamer:
         stream = self._compute.stream()
         extents = ExtentMap(buffer.numel(), SLOT)
         start = self._compute.mark(stream)  # of whoever wrote the state, and had the buffer's memory
-        waiting, coming, written = deque(slices), deque[_Coming](), deque[_WrittenBack]()
-        while waiting or coming:
-            while waiting:
+        waiting, coming, written = iter(slices), deque[_Coming](), deque[_WrittenBack]()
+        following = next(waiting, None)
+        while following or coming:
+            while following:
                 after = [start]
-                while (places := _places(waiting[0], extents, buffer)) is None and written:
+                while (places := _places(following, extents, buffer)) is None and written:
                     back = written.popleft()
                     after.append(back.gone)  # what was in its place comes first; and fails it, if that has failed
                     for place in back.places:
@@ -94,7 +96,8 @@ class StateStreamer:
                 if places is None:  # before the next slice is updated
                     break
                 ready = self._read.copy([_into(place, buffer) for place in places], after)
-                coming.append(_Coming(waiting.popleft(), places, ready))
+                coming.append(_Coming(following, places, ready))
+                following = next(waiting, None)
             now = coming.popleft()
             self._compute.wait(now.ready, STALL, stream)
             try:
@@ -105,6 +108,7 @@ class StateStreamer:
             finally:  # some of it may be updated, and its parameters with it
                 pieces = [_out_of(place, buffer) for place in now.places]
                 written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
+                left(written[-1].gone)
         for back in written:
             self._compute.wait(back.gone, STALL, stream)
 
@@ -172,5 +176,5 @@ def _take_over(slice_: Iterable[ParameterState], brought: Iterable[ParameterStat
 def _on(buffer: Tensor, place: _Place) -> Tensor:
     """A tensor as it is in DRAM, at its place in the buffer."""
     like = place.tensor
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    empty = torch.empty(0, dtype=like.dtype, device=buffer.device)
     return empty.set_(buffer.untyped_storage(), place.at // like.element_size(), like.size(), like.stride())

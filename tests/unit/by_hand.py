@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class HandStore:
     """A store in memory whose transfers end when the test resolves them, or at once if `at_once`."""
 
     where = "/somewhere"
+    directory = Path("/somewhere")
     stuck = False
 
     def __init__(self, capacity: int, *, at_once: bool = False) -> None:

@@ -40,7 +40,9 @@ class Program:
             residence=lambda _: self,
         )
         savers: Any = SimpleNamespace(thread=SimpleNamespace(saver=None))
-        self.placed = PlacedState(lambda: pages, savers, self._moving, lambda: self.of_models)
+        self.nvme = mock.Mock()
+        self.nvme.put_loaded = lambda optimizer, parameter, value: value
+        self.placed = PlacedState(lambda: pages, savers, self._moving, lambda: self.of_models, self.nvme)
 
     @contextmanager
     def _moving(self) -> Iterator[bool]:
@@ -84,6 +86,13 @@ def test_state_that_the_first_step_makes_has_the_room_that_a_recorded_iteration_
     program.step()
     assert program.said == [RECORDED, False]
     assert program.room_made == [], "none of it was there before"
+
+
+def test_state_without_room_in_dram_is_expected_once(program: Program) -> None:
+    program.recorded = True
+    for steps in range(2):
+        program.step(steps)
+    program.nvme.expect.assert_called_once_with(program.optimizer, mock.ANY, RECORDED)
 
 
 def test_state_that_is_loaded_leaves_room_for_gradients_and_makes_room_once_an_iteration_was_recorded(
@@ -221,19 +230,30 @@ def test_what_comes_after_a_load_that_fails_is_no_state(program: Program) -> Non
 
 def test_pytorchs_load_is_within_our_scope_until_that_is_undone(program: Program) -> None:
     plain, within = optim.Optimizer.load_state_dict, list[optim.Optimizer]()
+    loaded = list[torch.Tensor]()
+
+    def take(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        loaded.append(parameter)
+        return value + 1
 
     @contextmanager
-    def loading(optimizer: optim.Optimizer) -> Iterator[None]:
+    def loading(optimizer: optim.Optimizer) -> Iterator[optimizer_loads.Loaded]:
         within.append(optimizer)
-        yield
+        yield take
 
+    program.step()
     saved = program.optimizer.state_dict()
+    first = program.optimizer.param_groups[0]["params"][0]
+    before = program.optimizer.state[first]["exp_avg"].clone()
     optimizer_loads.install(loading)
     try:
         kept = program.optimizer.load_state_dict
         kept(saved)
     finally:
         optimizer_loads.uninstall()
+    assert torch.equal(program.optimizer.state[first]["exp_avg"], before + 1)
     kept(saved)
+    assert torch.equal(program.optimizer.state[first]["exp_avg"], before)
     assert within == [program.optimizer]
+    assert set(map(id, loaded)) == set(map(id, program.optimizer.param_groups[0]["params"]))
     assert optim.Optimizer.load_state_dict is plain

@@ -60,7 +60,8 @@ class Steps:
         devices: Any = SimpleNamespace(opened={CPU: device})
         self.pages = pages
         self.masters = frozenset[int]()
-        self.steps = StreamedState(lambda: options, devices, self.counters, lambda _: self.masters)
+        nvme: Any = SimpleNamespace(states={}, lacks_room=lambda _: False)
+        self.steps = StreamedState(lambda: options, devices, self.counters, lambda _: self.masters, nvme)
         self.sizes: list[int] = []  # of parts, in parameters
 
     def make(self, *, count: int = 2) -> None:

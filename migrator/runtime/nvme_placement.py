@@ -1,0 +1,146 @@
+"""Puts optimizer state on NVMe for which neither HBM nor DRAM has room, as it is made or loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.pages import PageAllocator, StateRoom
+from torch_tiers.migrator.program.by_parameter import BY_ELEMENT
+from torch_tiers.migrator.program.subclasses import own_memory
+from torch_tiers.migrator.program.weights import tensors_in
+from torch_tiers.migrator.runtime.devices import Devices, lanes
+from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.runtime.state_room import COPIES
+from torch_tiers.migrator.state.nvme_state import NvmeState
+from torch_tiers.migrator.state.nvme_tensor import NvmeTensor
+from torch_tiers.migrator.state.parameter_state import ParameterState, has_own_storage
+from torch_tiers.migrator.state.slices import IN_TRANSIT
+from torch_tiers.migrator.telemetry.counters import Counters
+
+log = logging.getLogger("tiers")
+
+STATE_LANES = "state_read", "state_write"
+
+
+@dataclass
+class _Excess:
+    """State of an optimizer on one device that has no room, in bytes, of all that is expected."""
+
+    nbytes: int
+    expected: int
+    is_known: bool = False  # how much an optimizer makes for a parameter
+
+
+class NvmePlacement:
+    """State of a runtime's optimizers on NVMe.
+
+    Parameters
+    ----------
+    options : callable
+        Returns the runtime's.
+    devices : Devices
+        Where the store comes from, and a device's streams.
+    counters : Counters
+        Of the runtime: what is copied counts as of `STATE_LANES`.
+
+    Attributes
+    ----------
+    states : dict of device to NvmeState
+        Those devices of which state was ever put there.
+    """
+
+    def __init__(self, options: Callable[[], Options], devices: Devices, counters: Counters) -> None:
+        self._options = options
+        self._devices = devices
+        self._counters = counters
+        self.states: dict[torch.device, NvmeState] = {}
+        self._excess = WeakIdKeyDictionary()  # by optimizer, which may compare as it likes: by device
+        self._warned = False
+
+    def expect(self, optimizer: Optimizer, pages: PageAllocator, rooms: Mapping[int, StateRoom]) -> None:
+        """An optimizer is about to make or load its state, for which there is this room by GPU."""
+        self._excess.pop(optimizer, None)
+        beyond = pages.beyond_dram(rooms) if type(optimizer) in BY_ELEMENT else {}
+        if not beyond or not self._devices.backing(self._options()).has_disk:
+            return
+        found = {}
+        for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
+            if device.index in beyond:
+                pages.leave_dram(device.index, IN_TRANSIT)
+                found[device] = _Excess(beyond[device.index] + IN_TRANSIT, rooms[device.index].expected)
+        self._excess[optimizer] = found
+
+    def lacks_room(self, optimizer: Optimizer) -> bool:
+        """Whether there is state of an optimizer, or will be, that is to be put on NVMe."""
+        return any(excess.nbytes > 0 for excess in self._excess.get(optimizer, {}).values())
+
+    def put(self, optimizer: Optimizer, states: Sequence[ParameterState]) -> None:
+        """Put state that an optimizer has made for these parameters on NVMe, as far as it has no room."""
+        for device, excess in self._excess.get(optimizer, {}).items():
+            made = [(each.parameter, optimizer.state.get(each.parameter, {})) for each in states]
+            if not excess.is_known:
+                excess.is_known = True
+                usual = COPIES * sum(parameter.nbytes for parameter, _ in made)
+                nbytes = sum(tensor.nbytes for _, state in made for tensor in tensors_in(state))
+                excess.nbytes -= int(excess.expected * (1 - nbytes / max(1, usual)))
+            for parameter, state in made:
+                for name, value in state.items():
+                    state[name] = self._put(excess, device, parameter, value)
+
+    def put_loaded(self, optimizer: Optimizer, parameter: Tensor, value: Tensor) -> Tensor:
+        """Return a tensor of state that an optimizer loads, which is put on NVMe if it has no room."""
+        for device, excess in self._excess.get(optimizer, {}).items():
+            value = self._put(excess, device, parameter, value)
+        return value
+
+    def _put(self, excess: _Excess, device: torch.device, parameter: Tensor, value: Tensor) -> Tensor:
+        """A tensor of state, or what stands for it on NVMe."""
+        if excess.nbytes <= 0 or not _may_go(parameter, value) or value.device != device:
+            return value
+        try:
+            stored = self._open(device).put(value)
+        except TierFull as full:
+            excess.nbytes = 0
+            if not self._warned:
+                self._warned = True
+                log.warning("%s; optimizer state that it has no room for stays in hbm and dram", str(full))
+            return value
+        excess.nbytes -= value.nbytes
+        return stored
+
+    def _open(self, device: torch.device) -> NvmeState:
+        if device not in self.states:
+            for name in STATE_LANES:
+                self._counters.moved.setdefault(name, 0)
+            options = self._options()
+            shared, backing = self._devices.open(device, options), self._devices.backing(options)
+            read, write = lanes(device, STATE_LANES, self._counters)
+            self.states[device] = NvmeState(shared.compute, read, write, backing)
+        return self.states[device]
+
+    def close(self) -> None:
+        """Wait for copies that are under way."""
+        for state in self.states.values():
+            state.close()
+
+
+def _may_go(parameter: Tensor, value: object) -> bool:
+    """Whether a value of state is a tensor that may come back in parts, each with its part of the parameter."""
+    return (
+        not isinstance(value, NvmeTensor)
+        and isinstance(value, Tensor)
+        and own_memory(value) is value
+        and own_memory(parameter) is parameter
+        and value.size() == parameter.size()
+        and value.is_contiguous()
+        and parameter.is_contiguous()
+        and has_own_storage(value)
+    )
