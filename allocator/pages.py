@@ -178,11 +178,16 @@ class PageAllocator:
                     found[device] = lacking
         return found
 
-    def leave_dram(self, device: int, nbytes: int) -> None:
-        """Leave so many bytes of DRAM to others, as far as a GPU's core has claimed them and does not use them."""
+    def leave_dram(self, device: int, nbytes: int) -> int:
+        """Leave so many bytes of DRAM to others, as far as a GPU's core has claimed them and does not use them.
+
+        Returns
+        -------
+        int
+            Bytes left.
+        """
         periods = self._of(device)
-        if periods is not None:
-            self._claims.less(device, periods.core, nbytes)
+        return 0 if periods is None else self._claims.less(device, periods.core, nbytes)
 
     # ----------------------------------------------------------------------------------- periods
 

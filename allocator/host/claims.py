@@ -71,10 +71,12 @@ class DramClaims:
             self._room.taken(-lent)
             return self._claim(device, core, nbytes, least, last=True)
 
-    def less(self, device: int, core: Core, nbytes: int) -> None:
-        """Have a core map `nbytes` less, of what it has not mapped."""
-        if self.granted(device):
-            self._keep(device, core, max(core.counts().dram, self.granted(device) - nbytes))
+    def less(self, device: int, core: Core, nbytes: int) -> int:
+        """Let a core map `nbytes` less, of what it has not mapped; return by how much less."""
+        before = self.granted(device)
+        if before:
+            self._keep(device, core, max(core.counts().dram, before - nbytes))
+        return before - self.granted(device)
 
     def _left(self) -> int:
         return self._capacity - sum(self._granted.values())

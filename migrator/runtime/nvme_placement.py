@@ -28,6 +28,9 @@ from torch_tiers.migrator.telemetry.counters import Counters
 log = logging.getLogger("tiers")
 
 STATE_LANES = "state_read", "state_write"
+SPARE = (
+    1 / 4
+)  # of a GPU's budget: DRAM that state leaves to what an iteration has no room for in HBM, and to gaps in it
 
 
 @dataclass
@@ -74,8 +77,9 @@ class NvmePlacement:
         found = {}
         for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
             if device.index in beyond:
-                pages.leave_dram(device.index, IN_TRANSIT)
-                found[device] = _Excess(beyond[device.index] + IN_TRANSIT, rooms[device.index].expected)
+                free = IN_TRANSIT + int(SPARE * pages.limit(device))
+                nbytes = beyond[device.index] + pages.leave_dram(device.index, free)
+                found[device] = _Excess(nbytes, rooms[device.index].expected)
         self._excess[optimizer] = found
 
     def lacks_room(self, optimizer: Optimizer) -> bool:

@@ -128,3 +128,28 @@ def test_state_that_does_not_fit_is_updated_as_it_would_be(
     assert stats["moved"]["state_read"] == stats["moved"]["state_write"] > 0
     assert stats["state_in_dram"] > 0
     assert stats["peak"]["hbm"] <= 1.03 * hbm
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "loaded"), [("{}", ""), ("{'fused': True}", ""), ("{}", "loaded"), ("{}", "to the gpu first")]
+)
+def test_state_that_dram_has_no_room_for_either_is_updated_as_it_would_be(
+    how: str, loaded: str, tmp_path: Path
+) -> None:
+    budget = {"TIERS_HBM": str(BUDGET), "TIERS_DRAM": "256MiB", "TIERS_LEDGER": str(tmp_path / "ledger")}
+    done = run(
+        ("AdamW", how, "", loaded),
+        TIERS_ALLOCATOR="pages",
+        TIERS_RUN=str(tmp_path / "run"),
+        TIERS_LOG="info",
+        TIERS_NVME="3GiB",
+        TIERS_NVME_PATH=str(tmp_path),
+        **budget,
+    )
+    print(done.stderr)
+    assert (done.returncode, done.stdout) == (0, run(("AdamW", how, "", loaded)).stdout), done.stderr
+    stats = json.loads((tmp_path / "run" / "stats.json").read_text())
+    assert stats["moved"]["disk_write"] > 0 < stats["moved"]["disk_read"]
+    assert stats["peak"]["hbm"] <= 1.03 * BUDGET

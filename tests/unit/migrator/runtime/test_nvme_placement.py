@@ -44,8 +44,12 @@ class Pages:
     def beyond_dram(self, rooms: object) -> dict[int | None, int]:
         return {CPU.index: self.beyond} if self.beyond > 0 else {}
 
-    def leave_dram(self, device: int | None, nbytes: int) -> None:
+    def limit(self, device: torch.device) -> int:
+        return 0
+
+    def leave_dram(self, device: int | None, nbytes: int) -> int:
         self.left += nbytes
+        return nbytes
 
 
 class Program:
