@@ -96,7 +96,7 @@ class Disk:
         """
         assert stored.block is not None and stored.extent is not None
         if self._closed:
-            raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
+            raise TiersError("the session is over, and what it had put on NVMe with it: use that within the session")
         future, request = _request(partial(self._read, stored.extent, stored.block, after))
         self._readers.read(request)
         stored.reading = future

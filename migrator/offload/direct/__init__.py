@@ -128,7 +128,8 @@ class Direct:
         """
         with self._lock:
             if self._closed:
-                raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
+                text = "the session is over, and what it had put on NVMe with it: use that within the session"
+                raise TiersError(text)
             stored.returned = promised = PromisedEvent("gds_read")
             self._reader.jobs.put(Read(stored, buffer, after, promised))
 
