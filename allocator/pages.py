@@ -161,33 +161,19 @@ class PageAllocator:
             if (given := room.get(device)) is None or given.expected <= given.hbm:
                 core.state(on)
                 continue
-            counts = core.counts()
-            lacking = given.expected - given.hbm - (counts.dram_limit - counts.dram)
-            if lacking > 0:
+            if (lacking := _lacking_dram(core, given)) > 0:
                 self._claims.more(device, core, lacking)
             core.state(on, given.hbm)
 
-    def beyond_dram(self, room: Mapping[int, StateRoom]) -> dict[int, int]:
-        """Bytes of state by GPU that have no room in HBM and DRAM, once `state` was told of the room in HBM."""
-        found = {}
-        for device, core in self.cores():
-            if (given := room.get(device)) is not None and given.expected > given.hbm:
-                counts = core.counts()
-                lacking = given.expected - given.hbm - (counts.dram_limit - counts.dram)
-                if lacking > 0:
-                    found[device] = lacking
-        return found
+    def state_without_room(self, room: Mapping[int, StateRoom]) -> dict[int, int]:
+        """Bytes of state by GPU for which the room in HBM and DRAM is not enough, after `state` has claimed DRAM."""
+        lacking = {device: _lacking_dram(core, room[device]) for device, core in self.cores() if device in room}
+        return {device: nbytes for device, nbytes in lacking.items() if nbytes > 0}
 
-    def leave_dram(self, device: int, nbytes: int) -> int:
-        """Leave so many bytes of DRAM to others, as far as a GPU's core has claimed them and does not use them.
-
-        Returns
-        -------
-        int
-            Bytes left.
-        """
+    def release_dram(self, device: int, nbytes: int) -> int:
+        """Release up to `nbytes` of the DRAM that a GPU's core has claimed and not mapped; return how many it were."""
         periods = self._of(device)
-        return 0 if periods is None else self._claims.less(device, periods.core, nbytes)
+        return 0 if periods is None else self._claims.release_unused(device, periods.core, nbytes)
 
     # ----------------------------------------------------------------------------------- periods
 
@@ -293,3 +279,9 @@ class PageAllocator:
         # A block lies in DRAM as a whole: to claim what cannot hold it would take that from others for nothing.
         least = nbytes - (counts.dram_limit - counts.dram) - counts.idle
         return self._claims.more(device, periods.core, nbytes, least, in_need=True)
+
+
+def _lacking_dram(core: Core, room: StateRoom) -> int:
+    """Bytes of state beyond its room in HBM for which a core has claimed no DRAM."""
+    counts = core.counts()
+    return room.expected - room.hbm - (counts.dram_limit - counts.dram)

@@ -71,12 +71,13 @@ class DramClaims:
             self._room.taken(-lent)
             return self._claim(device, core, nbytes, least, last=True)
 
-    def less(self, device: int, core: Core, nbytes: int) -> int:
-        """Let a core map `nbytes` less, of what it has not mapped; return by how much less."""
-        before = self.granted(device)
-        if before:
-            self._keep(device, core, max(core.counts().dram, before - nbytes))
-        return before - self.granted(device)
+    def release_unused(self, device: int, core: Core, nbytes: int) -> int:
+        """Let a core map up to `nbytes` less, but all that it has mapped; return by how much less, in whole steps."""
+        with self._lock:
+            before = self.granted(device)
+            if before:
+                self._lower(device, core, max(core.counts().dram, before - nbytes))
+            return before - self.granted(device)
 
     def _left(self) -> int:
         return self._capacity - sum(self._granted.values())
@@ -134,19 +135,23 @@ class DramClaims:
             self._keep(device, core, core.counts().dram)
 
     def _keep(self, device: int, core: Core, nbytes: int) -> None:
-        keep = round_up(nbytes, STEP)
         with self._lock:
-            granted = self._granted[device]  # by now: another thread may have asked for more
-            if keep >= granted:
-                return
-            core.limit(DRAM, keep)
-            # What another thread had mapped before that stays claimed, or others would take what is no longer there.
-            mapped = min(granted, round_up(core.counts().dram, STEP))
-            if mapped > keep:
-                core.limit(DRAM, keep := mapped)
-            self._granted[device] = keep
-            self._room.taken(keep - granted)
-            self._release(granted - keep)
+            self._lower(device, core, nbytes)
+
+    def _lower(self, device: int, core: Core, nbytes: int) -> None:
+        """Let a core map so many bytes, if that is less than it may. Call with the lock."""
+        keep = round_up(nbytes, STEP)
+        granted = self._granted[device]  # by now: another thread may have asked for more
+        if keep >= granted:
+            return
+        core.limit(DRAM, keep)
+        # What another thread had mapped before that stays claimed, or others would take what is no longer there.
+        mapped = min(granted, round_up(core.counts().dram, STEP))
+        if mapped > keep:
+            core.limit(DRAM, keep := mapped)
+        self._granted[device] = keep
+        self._room.taken(keep - granted)
+        self._release(granted - keep)
 
     def _release(self, nbytes: int) -> None:
         if self._account is not None:

@@ -140,7 +140,7 @@ class NvmeStore:
 
     @property
     def directory(self) -> Path:
-        """One of them."""
+        """The first of them, where temporary files may lie."""
         return Path(self._volumes[0].backend.path)
 
     @property

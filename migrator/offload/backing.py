@@ -309,11 +309,11 @@ class Backing:
             stored.returned = copy(self._bring(stored))
 
     def take(self, stored: StoredGroup) -> DramBlock:
-        """As `lend`, for who changes the bytes in the block, which stays until `filled` says that this is over."""
+        """As `lend`; return the block to who changes the bytes there. It stays until `filled`; NVMe's copy is freed."""
         with self._lock:
             block = self._bring(stored)
             if self._disk is not None:
-                self._disk.outdate(stored)
+                self._disk.discard(stored)
             stored.filled = stored.returned = stored.reading = None
             return block
 

@@ -107,7 +107,7 @@ class Disk:
         if stored.writing is not None:
             stored.writing.cancel()  # if it has not begun, nobody needs it any more
 
-    def outdate(self, stored: StoredGroup) -> None:
+    def discard(self, stored: StoredGroup) -> None:
         """Free the extent of a stored group whose bytes are about to change; block the host while it is written."""
         if stored.writing is not None and not stored.writing.cancel():
             with self._counters.waiting("disk_write"):

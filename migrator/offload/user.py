@@ -1,4 +1,4 @@
-"""Who has groups in a backing."""
+"""The protocol of an engine that stores groups in a `Backing`."""
 
 from __future__ import annotations
 

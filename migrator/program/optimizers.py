@@ -20,7 +20,8 @@ _HOST = torch.device("cpu")
 def all_alive() -> list[torch.optim.Optimizer]:
     """Return every optimizer that there is, also one that has not stepped yet. Looks at all objects of the program."""
     # Not isinstance: some objects do something when they are asked for their class.
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
+    return [each for each in found if hasattr(each, "param_groups")]  # one that is being made has none
 
 
 class Stepped(NamedTuple):

@@ -34,6 +34,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.device_log import DeviceLog
 
 MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
+STATE_LANES = "state_read", "state_write"
 RECORDINGS = 3  # of the first iterations: in each the host is late somewhere
 
 log = logging.getLogger("tiers")
@@ -113,6 +114,13 @@ def open_device(
 def lanes(device: torch.device, names: tuple[str, str], counters: Counters) -> tuple[Lane, Lane]:
     """Make two lanes of a device, one for each direction of a link."""
     return open_lane(device, names[0], counters), open_lane(device, names[1], counters)
+
+
+def state_lanes(device: torch.device, counters: Counters) -> tuple[Lane, Lane]:
+    """Make two lanes for optimizer state: to a device, and back."""
+    for name in STATE_LANES:
+        counters.moved.setdefault(name, 0)
+    return lanes(device, STATE_LANES, counters)
 
 
 def open_lane(device: torch.device, name: str, counters: Counters) -> Lane:

@@ -60,8 +60,8 @@ class Listener(Protocol):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
 
-    def loading(self, optimizer: torch.optim.Optimizer, /) -> AbstractContextManager[optimizer_loads.Loaded]:
-        """An optimizer loads its state within this scope."""
+    def loading(self, optimizer: torch.optim.Optimizer, /) -> AbstractContextManager[optimizer_loads.ReplaceLoaded]:
+        """An optimizer loads its state within this scope, which yields what replaces a loaded value."""
 
     def run_step(self, optimizer: torch.optim.Optimizer, step: Step, /) -> Any:
         """Make a step of an optimizer that updates each parameter by itself; `step` makes a whole one."""

@@ -16,12 +16,12 @@ _plain: tuple[Any, Any] | None = None  # what the two were when ours were put ov
 _ours: tuple[Any, Any] | None = None
 _thread = threading.local()  # `loaded`: of the optimizer that loads its state
 
-Loaded: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Returns what an optimizer is to have in place of a tensor that it loads, the second one, of a parameter's state."""
+ReplaceLoaded: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""``f(parameter, value)``: what the optimizer's state of a parameter is to have in place of a loaded value."""
 
 
-def install(loading: Callable[[Optimizer], AbstractContextManager[Loaded]]) -> None:
-    """Have optimizers load their state within the scope that `loading` returns."""
+def install(loading: Callable[[Optimizer], AbstractContextManager[ReplaceLoaded]]) -> None:
+    """Have optimizers load their state within the scope that `loading` returns, which yields what replaces a value."""
     global _plain, _ours
     plain, plain_process = _plain = Optimizer.load_state_dict, Optimizer._process_value_according_to_param_policy
 

@@ -18,7 +18,7 @@ from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import optimizers, weights
 from torch_tiers.migrator.program.master_weights import ModelWeights, master_weights
 from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
-from torch_tiers.migrator.runtime.optimizer_loads import Loaded
+from torch_tiers.migrator.runtime.optimizer_loads import ReplaceLoaded
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import (
     rooms_before_training,
@@ -86,7 +86,7 @@ class PlacedState:
             self._placed[optimizer] = True
         if optimizer not in self._known or steps < FIRST_STEPS:
             self._begin(pages, rooms)
-            if rooms and not optimizer.state:
+            if rooms and not any(optimizer.state.values()):  # to look for one makes an empty one
                 self._nvme.expect(optimizer, pages, rooms)
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -95,8 +95,8 @@ class PlacedState:
         self.over()
 
     @contextmanager
-    def loading(self, optimizer: Optimizer) -> Iterator[Loaded]:
-        """An optimizer loads its state in this scope."""
+    def loading(self, optimizer: Optimizer) -> Iterator[ReplaceLoaded]:
+        """An optimizer loads its state in this scope, which yields what replaces a loaded value."""
         pages, loaded = self._pages(), partial(self._nvme.put_loaded, optimizer)
         if pages is None:
             yield loaded
@@ -122,10 +122,10 @@ class PlacedState:
             self._thread.makes_state = False
             pages.state(False)
 
-    def forward_begins(self) -> None:
-        """A model that has not run begins its first forward: move master weights for which HBM will have no room.
+    def make_room_before_training(self) -> None:
+        """At a model's first forward, before an optimizer has stepped: move master weights that HBM will lack room for.
 
-        Else all that the forward and the backward make would lie in DRAM, until an optimizer steps.
+        Else all activations and gradients of the first iteration would lie in DRAM.
         """
         pages, parameters = self._pages(), list(self._parameters())
         of_models = ModelWeights.among(parameters)

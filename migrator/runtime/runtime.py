@@ -227,7 +227,7 @@ class Runtime:
         if self._streaming.see(model):
             self._recount_static()
             if not self._progress.steps:
-                self._state.forward_begins()
+                self._state.make_room_before_training()
             try:
                 self.models.check(self._streaming.hbm_saved)
             except BudgetTooSmall as error:

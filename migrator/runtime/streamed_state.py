@@ -1,4 +1,4 @@
-"""Makes steps slice by slice for optimizers whose state lies in DRAM: see `migrator.state`."""
+"""Makes steps slice by slice for optimizers whose state lies in DRAM or on NVMe: see `migrator.state`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, Step, makes_state, may_be_split, step_over
 from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
-from torch_tiers.migrator.runtime.devices import Device, Devices, lanes
-from torch_tiers.migrator.runtime.nvme_placement import STATE_LANES, NvmePlacement
+from torch_tiers.migrator.runtime.devices import Device, Devices, state_lanes
+from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.state_room import COPIES
 from torch_tiers.migrator.state import parameter_state
 from torch_tiers.migrator.state.chunks import chunks
-from torch_tiers.migrator.state.nvme_slices import NvmeSlices, comes_from_nvme, parts_on_nvme
+from torch_tiers.migrator.state.nvme_slices import NvmeSlices, comes_in_parts, parts_on_nvme, unwrap_restored
 from torch_tiers.migrator.state.nvme_state import NvmeState
 from torch_tiers.migrator.state.parameter_state import (
     ParameterState,
@@ -39,7 +39,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 
 class StreamedState:
-    """The optimizer steps of a runtime, for state that the page allocator has put into DRAM.
+    """The optimizer steps of a runtime, for state that does not lie in HBM.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class StreamedState:
     devices : Devices
         Where a device's streams come from.
     counters : Counters
-        Of the runtime: what is copied counts as of `STATE_LANES`.
+        Of the runtime: what is copied counts as of `state_lanes`.
     masters : callable
         Returns the identities of an optimizer's master weights.
     nvme : NvmePlacement
@@ -72,14 +72,17 @@ class StreamedState:
         self._opening = threading.Lock()
 
     def __call__(self, optimizer: Optimizer, step: Step) -> Any:
-        """Make a step: first over the parameters whose state comes to HBM, then over all others, in slices each."""
+        """Make a step, in slices: over parameters whose state lies on NVMe, those whose lies in DRAM, and all others.
+
+        State that is made goes to NVMe as far as it has no room.
+        """
         found = {device: there for device in tuple(self._devices.opened) if (there := self.residence(device))}
         lacks_room = self._nvme.lacks_room(optimizer)
         if not (found or lacks_room or self._nvme.states) or not may_be_split(optimizer):
             return step(optimizer)
         states = list(all_states(optimizer, self._masters(optimizer)))
         streamed = list[ParameterState]()
-        for device, nvme in self._nvme.states.items():
+        for device, nvme in tuple(self._nvme.states.items()):
             streamed += self._stream_from_nvme(optimizer, step, states, device, nvme)
         others = list(all_but(states, streamed))
         streamed += [each for on in found.items() for each in self._stream(optimizer, step, others, *on)]
@@ -87,9 +90,10 @@ class StreamedState:
             return step(optimizer)
         others = list(all_but(others, streamed))
         for slice_ in cut(others, [each.nbytes or COPIES * each.parameter.nbytes for each in others], AT_ONCE):
+            making = [each for each in slice_ if lacks_room and makes_state(optimizer, each.group, each.state)]
             step_over(by_group(slice_), optimizer, step)
-            if lacks_room:
-                self._nvme.put(optimizer, slice_)
+            if making:
+                self._nvme.put(optimizer, making)
         return None  # as without a closure
 
     def residence(self, device: torch.device) -> Residence | None:
@@ -145,20 +149,25 @@ class StreamedState:
         self, optimizer: Optimizer, step: Step, states: Sequence[ParameterState], device: torch.device, nvme: NvmeState
     ) -> list[ParameterState]:
         """Update those of these parameters whose state lies on NVMe, and return their state."""
-        shared = self._devices.opened[device]
+        compute = self._devices.opened[device].compute
         nvme.drop_unused()
-        stored = [each for each in states if each.parameter.device == device and comes_from_nvme(each)]
-        if not stored or shared.compute.capturing():
+        for each in states:
+            unwrap_restored(each)
+        stored = [each for each in states if each.parameter.device == device and comes_in_parts(each, nvme)]
+        if not stored or compute.capturing():
             return []
         coming = [part for each in stored for part in parts_on_nvme(each)]
         sizes = [part.nbytes for part in coming]
-        buffer = shared.compute.empty(buffer_bytes(sizes))
-        slices = NvmeSlices(cut(coming, sizes, SLICE), nvme)
+        try:
+            buffer = compute.empty(buffer_bytes(sizes))
+        except torch.OutOfMemoryError:  # one slice after the other, then
+            buffer = compute.empty(max(sizes))
+        slices = NvmeSlices(cut(coming, sizes, min(SLICE, buffer.numel())), nvme)
         try:
             with self._streamer(device) as streamer:
-                streamer.run(slices, buffer, partial(_update, optimizer, step), slices.left)
+                streamer.run(slices, buffer, partial(_update, optimizer, step), slices.written_back)
         finally:
-            slices.close(shared.compute.mark(shared.compute.stream()))
+            slices.close(compute.mark(compute.stream()))
         return stored
 
     @contextmanager
@@ -166,10 +175,8 @@ class StreamedState:
         """The streamer of a device, which is closed before its buffer's memory is anybody else's if it fails."""
         with self._opening:
             if device not in self._streamers:
-                for name in STATE_LANES:
-                    self._counters.moved.setdefault(name, 0)
-                read, write = lanes(device, STATE_LANES, self._counters)
-                self._streamers[device] = StateStreamer(self._devices.opened[device].compute, read, write)
+                lanes = state_lanes(device, self._counters)
+                self._streamers[device] = StateStreamer(self._devices.opened[device].compute, *lanes)
             streamer = self._streamers[device]
         try:
             yield streamer

@@ -67,7 +67,7 @@ def may_be_cut(of: ParameterState) -> bool:
 
 def _part(value: Any, numbers: slice, *, is_last: bool) -> Any:
     if isinstance(value, NvmeTensor):
-        return value.kept.part_at(numbers.start)
+        return value.contents.part_at(numbers.start)
     memory = own_memory(value)
     if memory is None:
         return value

@@ -9,26 +9,30 @@ from dataclasses import replace
 from torch import Tensor
 
 from torch_tiers.migrator.state.chunks import cut_at, may_be_cut
-from torch_tiers.migrator.state.nvme_state import NvmeState
+from torch_tiers.migrator.state.nvme_state import AHEAD, NvmeState
 from torch_tiers.migrator.state.nvme_tensor import NvmePart, NvmeTensor
 from torch_tiers.migrator.state.parameter_state import ParameterState
 from torch_tiers.migrator.streams import Event
 
-AHEAD = 3  # slices that are being read while one is copied
 
-
-def comes_from_nvme(of: ParameterState) -> bool:
-    """Whether a parameter's state lies on NVMe, and can come in parts now. What was restored is plain from now on."""
+def unwrap_restored(of: ParameterState) -> None:
+    """Have the optimizer's state of a parameter contain the plain tensors of what was restored to memory."""
     for name, value in of.state.items():
-        if isinstance(value, NvmeTensor) and value.kept.restored is not None:
-            of.state[name] = value.kept.restored
-    return bool(_on_nvme(of)) and may_be_cut(of)
+        if isinstance(value, NvmeTensor) and value.contents.restored is not None:
+            of.state[name] = value.contents.restored
+
+
+def comes_in_parts(of: ParameterState, nvme: NvmeState) -> bool:
+    """Whether a parameter's state lies on NVMe, and can be updated part by part."""
+    return (
+        bool(_on_nvme(of)) and all(value.contents.lies_in(nvme) for value in _on_nvme(of).values()) and may_be_cut(of)
+    )
 
 
 def parts_on_nvme(of: ParameterState) -> list[ParameterState]:
     """Cut a parameter's state as it was cut when it was put on NVMe; the tensors of each part are `NvmePart`."""
     stored = _on_nvme(of)
-    length = next(iter(stored.values())).kept.length
+    length = next(iter(stored.values())).contents.length
     return cut_at(replace(of, tensors=stored), length)
 
 
@@ -37,9 +41,10 @@ def _on_nvme(of: ParameterState) -> dict[str, NvmeTensor]:
 
 
 class NvmeSlices:
-    """Slices of which some have parts on NVMe: these lie in host memory from when a slice comes until it has left.
+    """Iterator over slices. Parts on NVMe are read into host memory before their slice is yielded.
 
-    Iterate over this once, and call `left` for each slice in order; `close` at last, also after an error.
+    They stay there until `written_back` is called for it. To be iterated over once; call `close` at last, also after an
+    error.
 
     Parameters
     ----------
@@ -74,21 +79,21 @@ class NvmeSlices:
         found = dict[str, Tensor]()
         for name, of in tensors.items():
             if isinstance(of, NvmePart):
-                found[name] = self._state.take(of.stored).view(of.dtype)
+                found[name] = self._state.check_out(of.stored).view(of.dtype)
                 taken.append(of)
             else:
                 found[name] = of
         return found
 
-    def left(self, gone: Event) -> None:
-        """The next slice is on its way back, and will be there when `gone` is passed."""
+    def written_back(self, done: Event) -> None:
+        """The oldest slice was updated: once `done` is passed its bytes are in host memory, and go to NVMe."""
         for part in self._taken.popleft():
-            self._state.put_back(part.stored, gone)
+            self._state.check_in(part.stored, done)
 
     def close(self, now: Event) -> None:
-        """No more slices come; those that have not left were not updated."""
+        """Return what was not updated, as it is once `now` is passed."""
         while self._taken:
-            self.left(now)
+            self.written_back(now)
 
 
 def _parts_in(slice_: Iterable[ParameterState]) -> Iterator[NvmePart]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -14,11 +14,13 @@ from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.state import slices
-from torch_tiers.migrator.state.nvme_tensor import BytesOnNvme, NvmeTensor
+from torch_tiers.migrator.state.nvme_tensor import NvmeBytes, NvmeTensor
+from torch_tiers.migrator.state.streamer import STALL
 from torch_tiers.migrator.streams import Compute, Event, Lane
-from torch_tiers.migrator.streams.pieces import flat, whole
+from torch_tiers.migrator.streams.pieces import bytes_of, whole
 
-STALL = "state"
+AHEAD = 3  # parts that are being read while one is copied
+LAST = sys.maxsize  # when parts are needed, by the measure of groups: after all that a backward needs
 
 
 class NvmeState:
@@ -42,6 +44,7 @@ class NvmeState:
         self.directory = backing.directory
         self._unused: deque[StoredGroup] = deque()  # of tensors that are gone; dropped by who comes next
         self._pid = os.getpid()
+        self._closed = False
 
     def put(self, tensor: Tensor) -> NvmeTensor:
         """Put a contiguous tensor on NVMe, in parts. Its memory may be freed.
@@ -52,23 +55,24 @@ class NvmeState:
             If there is no room. Nothing has changed then.
         """
         self.drop_unused()
+        self._compute.hand_over(tensor)  # which may be of another stream
         stream = self._compute.stream()
         begun, stored = self._compute.mark(stream), list[StoredGroup]()
         try:
             for part in tensor.detach().view(-1).split(slices.NUMBERS):
-                group = self._backing.new(part.nbytes, 0, "nvme")
+                group = self._backing.new(part.nbytes, LAST, "nvme")
                 stored.append(group)
                 assert group.block is not None
-                group.filled = self._write.copy([whole(group.block.tensor, _bytes(part))], [*group.after, begun])
+                group.filled = self._write.copy([whole(group.block.tensor, bytes_of(part))], [*group.after, begun])
                 self._backing.filled(group)
         except BaseException:
-            self.forget(stored)
+            self.mark_unused(stored)
             raise
         finally:  # before the memory is anybody else's
             for group in stored:
                 if group.filled is not None:
                     self._compute.wait(group.filled, STALL, stream)
-        return NvmeTensor(tensor, BytesOnNvme(self, tensor, stored, slices.NUMBERS))
+        return NvmeTensor(tensor, NvmeBytes(self, tensor, stored, slices.NUMBERS))
 
     def read_into(self, stored: Sequence[StoredGroup], target: Tensor) -> None:
         """Copy the parts of a tensor into a contiguous one, for what the present stream does from now on.
@@ -78,55 +82,63 @@ class NvmeState:
         StoreError
             If the store does not return what was written.
         TiersError
-            In a process that was forked: it has none of the threads that read.
+            After the session, or in a process that was forked, which has none of the threads that read.
         """
         if os.getpid() != self._pid:
             raise TiersError("optimizer state lies on nvme, which a forked process cannot read: start it by spawn")
-        stream = self._compute.stream()
-        begun, bytes_ = self._compute.mark(stream), _bytes(target.view(-1))
-        lent, first = list[StoredGroup](), 0
+        if self._closed:
+            raise TiersError("the session is over, and what it had put on NVMe with it: use that within the session")
+        stream, numbers = self._compute.stream(), bytes_of(target)
+        begun, copies, first = self._compute.mark(stream), list[Event](), 0
+
+        def copy(block: DramBlock) -> Event:
+            part = numbers[first : first + group.nbytes]
+            # The last copy into the block may be under way, as of a slice that was updated.
+            after = [begun] if group.filled is None else [begun, group.filled]
+            copies.append(self._read.copy([whole(part, block.tensor)], after))
+            return copies[-1]
+
         try:
-            for group in stored:
-                self._backing.lend(group, partial(self._copy_back, bytes_[first : first + group.nbytes], begun))
-                lent.append(group)
+            for place, group in enumerate(stored):
+                for coming in stored[place + 1 : place + 1 + AHEAD]:
+                    self._backing.read_ahead(coming)
+                self._backing.lend(group, copy)
                 first += group.nbytes
         finally:  # before the memory is anybody else's
-            for group in lent:
-                if group.returned is not None:
-                    self._compute.wait(group.returned, STALL, stream)
-
-    def _copy_back(self, target: Tensor, begun: Event, block: DramBlock) -> Event:
-        return self._read.copy([whole(target, block.tensor)], [begun])
+            for event in copies:
+                self._compute.wait(event, STALL, stream)
 
     def read_ahead(self, stored: StoredGroup) -> None:
         """Start to read a part, if host memory has room for it."""
         self._backing.read_ahead(stored)
 
-    def take(self, stored: StoredGroup) -> Tensor:
-        """Return the bytes of a part in host memory, where they may be changed: `put_back` ends that."""
+    def check_out(self, stored: StoredGroup) -> Tensor:
+        """Return the bytes of a part in host memory, where they may be changed until `check_in`."""
         return self._backing.take(stored).tensor
 
-    def put_back(self, stored: StoredGroup, filled: Event) -> None:
-        """Have a part that was taken written to NVMe, once the last copy into its bytes is over."""
+    def check_in(self, stored: StoredGroup, filled: Event) -> None:
+        """Have a part that was checked out written to NVMe, once the last copy into its bytes is over."""
         stored.filled = filled
         self._backing.filled(stored)
 
     def drop_unused(self) -> None:
         """Free what tensors had that are gone."""
         while self._unused:
-            self._backing.drop(self._unused.popleft())
+            try:
+                stored = self._unused.popleft()
+            except IndexError:  # another thread was first
+                return
+            self._backing.drop(stored)
+
+    def mark_unused(self, stored: Sequence[StoredGroup]) -> None:
+        """Take note that the tensor of these parts is gone.
+
+        This takes no lock: Python's garbage collector may call it in a thread that holds the backing's.
+        """
+        self._unused.extend(stored)
 
     def close(self) -> None:
         """Wait for copies that are under way. No more may come."""
+        self._closed = True
         self._read.close()
         self._write.close()
-
-    def forget(self, stored: Sequence[StoredGroup]) -> None:
-        """Take note that the tensor of these parts is gone. Called wherever it dies, so this takes no lock."""
-        self._unused.extend(stored)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a flat tensor."""
-    first = int(tensor.storage_offset()) * tensor.element_size()
-    return flat(tensor.untyped_storage(), first, tensor.nbytes)

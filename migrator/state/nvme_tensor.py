@@ -1,13 +1,12 @@
 """A tensor of optimizer state whose bytes lie on NVMe.
 
-It is a wrapper subclass, so every operator that is given one comes by here. One that only reads gets a copy, for as
-long as it runs. One that writes, or returns a view, has the tensor restored to memory for good: whoever has the view
-may write by it at any time.
+`NvmeTensor` is a wrapper subclass: PyTorch calls its `__torch_dispatch__` for every operator that is given one. An
+operator that only reads gets a temporary copy on the device. One that writes, or returns a view, first restores the
+tensor to device memory for good, as whoever has a view may write by it at any time.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,33 +25,37 @@ _ALIASES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 
 
 class NvmePart(NamedTuple):
-    """A part of a tensor: numbers of one type that are read, updated and written at once."""
+    """A part of a tensor: numbers that are read, updated and written at once."""
 
     stored: StoredGroup
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.stored.nbytes
 
 
-class BytesOnNvme:
+class NvmeBytes:
     """The bytes of a contiguous tensor, in parts.
 
     Parameters
     ----------
     state : NvmeState
-        Reads them.
+        Where the parts are. It copies them.
     like : Tensor
-        Has the size, type and device.
+        Has the tensor's shape, type and device.
     parts : list of StoredGroup
-        Of `length` numbers each, but for the last.
+        In order.
+    length : int
+        Numbers of a part. The last one may have fewer.
 
     Attributes
     ----------
+    length : int
+        As given.
     restored : Tensor or None
-        The tensor, once it was restored to memory. It has no parts any more then.
+        The tensor in device memory, once it was restored. It has no parts any more then.
     """
 
     def __init__(self, state: NvmeState, like: Tensor, parts: list[StoredGroup], length: int) -> None:
@@ -64,37 +67,50 @@ class BytesOnNvme:
         self._empty = torch.empty(0, dtype=like.dtype, device=like.device)
 
     def __del__(self) -> None:
-        self._state.forget(self._parts)
+        self._state.mark_unused(self._parts)
+
+    def lies_in(self, state: NvmeState) -> bool:
+        """Whether its parts are there. Those of an earlier session's are not."""
+        return self.restored is None and self._state is state
 
     def part_at(self, number: int) -> NvmePart:
-        """The part that begins with this number."""
+        """Return the part that begins with this number of the tensor."""
+        assert number % self.length == 0
         return NvmePart(self._parts[number // self.length], self._empty.dtype)
 
     def read(self) -> Tensor:
         """Return the tensor, or a copy if it is not restored."""
         if self.restored is not None:
             return self.restored
-        copy = self._empty.new_empty(self._size)
-        self._state.read_into(self._parts, copy)
-        return copy
+        plain = self._empty.new_empty(self._size)
+        self._state.read_into(self._parts, plain)
+        return plain
 
     def restore(self) -> Tensor:
-        """Return the tensor, restored to memory."""
+        """Return the tensor, restored to device memory."""
         if self.restored is None:
-            self.restored = self.read()
-            self._state.forget(self._parts)
+            with torch.inference_mode(False):  # else no step could update it
+                self.restored = self.read()
+            self._state.mark_unused(self._parts)
             self._parts = []
         return self.restored
 
-    def mapped(self) -> Tensor:
-        """Return a copy on the CPU, in a file that the system can write it to when memory is short."""
+    def to_mapped_file(self) -> Tensor:
+        """Return a copy on the CPU that is mapped from a file without a name.
+
+        So the system can write it there when memory is short, while `torch.save` holds all tensors.
+
+        Raises
+        ------
+        OSError
+            If the file system has no room for it.
+        """
         plain = self.read()
-        with tempfile.NamedTemporaryFile(
-            prefix="tiers-", dir=self._state.directory
-        ) as file:  # once mapped, it needs no name
-            os.truncate(file.name, plain.nbytes)
-            copy = torch.from_file(file.name, shared=True, size=plain.numel(), dtype=plain.dtype)
-        return copy.view(plain.size()).copy_(plain)
+        with tempfile.NamedTemporaryFile(prefix="tiers-", dir=self._state.directory) as file:
+            # A page of a file with holes for which there is no room ends the process when it is written.
+            os.posix_fallocate(file.fileno(), 0, plain.nbytes)
+            mapped = torch.from_file(file.name, shared=True, size=plain.numel(), dtype=plain.dtype)
+        return mapped.view(plain.size()).copy_(plain)
 
 
 class NvmeTensor(torch.Tensor):
@@ -104,19 +120,19 @@ class NvmeTensor(torch.Tensor):
     ----------
     like : Tensor
         Has its shape, strides, type and device.
-    kept : BytesOnNvme
+    contents : NvmeBytes
         Where they are.
     """
 
-    kept: BytesOnNvme
+    contents: NvmeBytes
 
     @staticmethod
-    def __new__(cls, like: Tensor, kept: BytesOnNvme) -> NvmeTensor:
+    def __new__(cls, like: Tensor, contents: NvmeBytes) -> NvmeTensor:
         """Make one."""
         made: NvmeTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.kept = kept
+        made.contents = contents
         return made
 
     @classmethod
@@ -124,52 +140,57 @@ class NvmeTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _ALIASES:  # which PyTorch asks for before it does next to anything
-            return cls(args[0], args[0].kept)
+            return cls(args[0], args[0].contents)
         args, kwargs = list(args), kwargs or {}
-        for tensor in _those_that_stay(func, args, kwargs):
-            tensor.kept.restore()
-        wrapped: dict[int, NvmeTensor] = {}
+        for tensor in _written_or_viewed(func, args, kwargs):
+            tensor.contents.restore()
+        wrapper_of: dict[int, NvmeTensor] = {}  # by the identities of restored tensors
 
         def unwrap(value: Any) -> Any:
             if not isinstance(value, NvmeTensor):
                 return value
-            plain = value.kept.read()
-            if plain is value.kept.restored:
-                wrapped[id(plain)] = value
+            plain = value.contents.read()
+            if plain is value.contents.restored:
+                wrapper_of[id(plain)] = value
             return plain
 
         result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
-        return tree_map(lambda value: wrapped.get(id(value), value), result)  # of an operator in place, its own
+        return tree_map(lambda value: wrapper_of.get(id(value), value), result)  # of an operator in place, its own
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"NvmeTensor({self.kept.read()!r})"
+        return f"NvmeTensor({self.contents.read()!r})"
+
+    def __copy__(self) -> NvmeTensor:
+        return type(self)(self, self.contents)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.kept.read(), memo)
+        memo[id(self)] = copied = self.clone()
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch.save holds all that it writes until it has written it.
-        return self.kept.mapped().__reduce_ex__(protocol)
+        plain = self.contents.restored
+        return (self.contents.to_mapped_file() if plain is None else plain).__reduce_ex__(protocol)
 
+    # PyTorch does not ask for an operator here.
     def tolist(self) -> Any:
         """Return the numbers."""
-        return self.kept.read().tolist()
+        return self.contents.read().tolist()
 
     # Whoever has the memory's address may read and write there at any time.
 
     def data_ptr(self) -> int:
         """Return the address in memory."""
-        return self.kept.restore().data_ptr()
+        return self.contents.restore().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage in memory."""
-        return self.kept.restore().untyped_storage()
+        return self.contents.restore().untyped_storage()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.kept.restore().__dlpack__(*args, **kwargs)
+        return self.contents.restore().__dlpack__(*args, **kwargs)
 
 
-def _those_that_stay(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[NvmeTensor]:
+def _written_or_viewed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[NvmeTensor]:
     """Those of an operator's arguments that it writes, or that what it returns is a view of."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None:

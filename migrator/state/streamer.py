@@ -1,4 +1,4 @@
-"""Copies optimizer state, and master weights, from DRAM to a buffer in HBM, slice by slice. They are updated there.
+"""Copies optimizer state, and master weights, from host memory to a buffer in HBM, slice by slice, to be updated there.
 
 The slice is then copied back. An optimizer could read and write DRAM itself, at nine tenths of the speed of copies, if
 it reads each byte once. But most optimizers are a sequence of operators, each of which reads or writes all of it.
@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch_tiers.allocator.extents import Extent, ExtentMap
 from torch_tiers.migrator.state.parameter_state import PARAMETER, ParameterState, version_of
 from torch_tiers.migrator.streams import Compute, Event, Lane
-from torch_tiers.migrator.streams.pieces import SLOT, Piece
+from torch_tiers.migrator.streams.pieces import SLOT, Piece, first_byte
 
 STALL = "state"
 
@@ -69,13 +69,13 @@ class StateStreamer:
         slices: Iterable[Sequence[ParameterState]],
         buffer: Tensor,
         update: Callable[[Sequence[ParameterState]], None],
-        left: Callable[[Event], None] = lambda gone: None,
+        on_write_back: Callable[[Event], None] = lambda done: None,
     ) -> None:
         """Call `update` for each slice while its tensors are in `buffer`, which is flat and holds each slice.
 
         It is given the slice with the tensors that are in the buffer, as parameters and state. The optimizer's own
         state always has its own tensors. What else `update` puts into the state of a whole parameter, the optimizer has
-        afterwards. For each slice in turn, `left` is told when its tensors will be up to date where they came from.
+        afterwards. After each update `on_write_back` is called with the event of the copy back.
 
         Once the present stream has passed this, all of it is in DRAM again, and nobody uses the buffer. When this
         raises, call `close` before anybody else has the buffer's memory.
@@ -108,7 +108,7 @@ class StateStreamer:
             finally:  # some of it may be updated, and its parameters with it
                 pieces = [_out_of(place, buffer) for place in now.places]
                 written.append(_WrittenBack(now.places, self._write.copy(pieces, [self._compute.mark(stream)])))
-                left(written[-1].gone)
+                on_write_back(written[-1].gone)
         for back in written:
             self._compute.wait(back.gone, STALL, stream)
 
@@ -134,18 +134,13 @@ def _places(slice_: Sequence[ParameterState], extents: ExtentMap, buffer: Tensor
 
 
 def _into(place: _Place, buffer: Tensor) -> Piece:
-    source, first = place.tensor.untyped_storage(), _first_byte(place.tensor)
+    source, first = place.tensor.untyped_storage(), first_byte(place.tensor)
     return Piece(buffer.untyped_storage(), place.at, source, first, place.tensor.nbytes)
 
 
 def _out_of(place: _Place, buffer: Tensor) -> Piece:
-    target, first = place.tensor.untyped_storage(), _first_byte(place.tensor)
+    target, first = place.tensor.untyped_storage(), first_byte(place.tensor)
     return Piece(target, first, buffer.untyped_storage(), place.at, place.tensor.nbytes)
-
-
-def _first_byte(tensor: Tensor) -> int:
-    """Where a tensor begins in its storage."""
-    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _brought(coming: _Coming, buffer: Tensor) -> list[ParameterState]:

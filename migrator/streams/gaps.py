@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 def without_gaps(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:
-    """`times` on a clock that stands still in the gaps, which may overlap and come in any order."""
+    """`times` on a clock that stands still in the gaps, all in seconds.
+
+    Gaps are pairs of begin and end, may overlap, and come in any order.
+    """
     apart: list[tuple[float, float]] = []
     for start, end in sorted(gaps):
         start = max(start, apart[-1][1]) if apart else start

@@ -75,6 +75,16 @@ def whole(target: torch.Tensor, source: torch.Tensor) -> Piece:
     return Piece(target.untyped_storage(), at, source.untyped_storage(), start, target.numel())
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, flat."""
+    return flat(tensor.untyped_storage(), first_byte(tensor), tensor.nbytes)
+
+
+def first_byte(tensor: torch.Tensor) -> int:
+    """Where a tensor begins in its storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """The bytes ``[first, first + nbytes)`` of a storage as a flat tensor."""
     size = dtype.itemsize

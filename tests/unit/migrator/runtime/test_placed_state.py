@@ -195,10 +195,10 @@ def test_master_weights_that_hbm_will_have_no_room_for_are_taken_in_before_the_f
         mock.patch.object(parameter_state, "LEAST", 8),
         mock.patch.object(placed_state, "shortages_before_training", lambda *_: {CPU: LACKED}),
     ):
-        program.placed.forward_begins()
+        program.placed.make_room_before_training()
         assert not program.room_made, "no model has 16-bit weights"
         program.of_models = [master.detach().bfloat16() for master in masters]
-        program.placed.forward_begins()
+        program.placed.make_room_before_training()
     assert all(master.data_ptr() not in addresses for master in masters)
 
 
@@ -237,7 +237,7 @@ def test_pytorchs_load_is_within_our_scope_until_that_is_undone(program: Program
         return value + 1
 
     @contextmanager
-    def loading(optimizer: optim.Optimizer) -> Iterator[optimizer_loads.Loaded]:
+    def loading(optimizer: optim.Optimizer) -> Iterator[optimizer_loads.ReplaceLoaded]:
         within.append(optimizer)
         yield take
 

@@ -91,7 +91,7 @@ def test_whoever_reads_gets_its_numbers_and_it_stays_there(read: Callable[[Tenso
     expected, found = read(a_tensor()), read(kept)
     assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
     assert not isinstance(found, NvmeTensor)
-    assert kept.kept.restored is None
+    assert kept.contents.restored is None
 
 
 def _write_by_numpy(tensor: Tensor) -> None:
