@@ -160,3 +160,25 @@ def test_dram_is_claimed_for_state_that_what_is_granted_does_not_hold(pages: OnO
         pages.state(True, {0: StateRoom(hbm=0, expected=4 * MiB)})
         pages.state(False)
     assert core.counts().dram_limit == granted
+
+
+def test_state_for_which_dram_has_no_room_is_known(core: Core) -> None:
+    pages = OnOneCore(core, dram=16 * MiB)
+    room = {0: StateRoom(hbm=8 * MiB, expected=48 * MiB)}
+    pages.state(True, room)
+    pages.state(False)
+    assert pages.state_without_room(room) == {0: 24 * MiB}
+    assert pages.state_without_room({0: StateRoom(hbm=8 * MiB, expected=24 * MiB)}) == {}
+
+
+def test_dram_that_is_claimed_and_not_mapped_is_released_for_others(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_tiers.allocator.host.claims.STEP", 4 * MiB)
+    room = {0: StateRoom(hbm=0, expected=32 * MiB)}
+    pages.state(True, room)
+    core.allocate(8 * MiB)
+    pages.state(False)
+    assert pages.release_dram(0, 12 * MiB) == 12 * MiB
+    assert pages.release_dram(0, 64 * MiB) == 12 * MiB, "what is mapped stays"
+    assert core.counts().dram_limit == 8 * MiB

@@ -1,0 +1,107 @@
+"""A stored group whose bytes are changed in its block, as optimizer state is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.by_hand import HandStore
+from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.sizes import PAGE
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.stored import StoredGroup
+from torch_tiers.migrator.streams.host import HostEvent
+from torch_tiers.migrator.telemetry.counters import Counters
+
+
+class Places:
+    """DRAM for four groups of a page, and a store."""
+
+    def __init__(self) -> None:
+        self.arena = DramArena(4 * PAGE, pinned=False, step=4 * PAGE)
+        self.store = HandStore(16 * PAGE)
+        self.backing = Backing(self.arena, self.store, Counters())  # type: ignore[arg-type]
+
+    def on_nvme(self, value: int) -> StoredGroup:
+        """A group with bytes of this value, which is being written."""
+        stored = self.backing.new(PAGE, 0, "nvme")
+        assert stored.block is not None
+        stored.block.tensor.fill_(value)
+        self.filled(stored)
+        return stored
+
+    def filled(self, stored: StoredGroup) -> None:
+        stored.filled = HostEvent()
+        stored.filled.set()
+        self.backing.filled(stored)
+
+    def value(self, stored: StoredGroup) -> int:
+        seen = list[int]()
+
+        def copy(block: object) -> HostEvent:
+            seen.append(int(stored.block.tensor[-1]))  # type: ignore[union-attr]
+            event = HostEvent()
+            event.set()
+            return event
+
+        self.backing.lend(stored, copy)
+        return seen[0]
+
+
+@pytest.fixture
+def places() -> Iterator[Places]:
+    made = Places()
+    yield made
+    made.store.finish()
+    made.backing.close()
+    made.arena.close()
+
+
+def test_what_was_changed_comes_back_and_the_extent_before_is_free(places: Places) -> None:
+    places.store.finish()
+    stored = places.on_nvme(3)
+    for value in range(4, 8):
+        block = places.backing.take(stored)
+        assert int(block.tensor[0]) == value - 1
+        block.tensor.fill_(value)
+        places.filled(stored)
+        others = [places.on_nvme(0) for _ in range(6)]  # for which it has to leave
+        assert places.value(stored) == value
+        for other in others:
+            places.backing.drop(other)
+    places.backing.drop(stored)
+    places.backing.close()
+    assert places.store.used == 0
+
+
+def test_a_block_that_was_taken_is_nobody_elses(places: Places) -> None:
+    places.store.finish()
+    taken = places.on_nvme(3)
+    block = places.backing.take(taken)
+    for _ in range(8):
+        places.on_nvme(9)
+    assert taken.block is block
+    assert int(block.tensor[0]) == 3
+
+
+def test_a_group_that_is_being_written_is_taken_when_that_is_over(places: Places) -> None:
+    stored = places.on_nvme(3)
+    while not places.store.writes:  # it has begun: what has not is left undone
+        pass
+    done = threading.Event()
+
+    def take() -> None:
+        places.backing.take(stored).tensor.fill_(4)
+        done.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert not done.wait(0.2)
+    places.store.finish()
+    assert done.wait(10)
+    thread.join()
+    assert places.store.used == 0
+    places.filled(stored)
+    assert places.value(stored) == 4
