@@ -12,6 +12,8 @@ Request = Callable[[], "Rest | None"]
 """Uses a drive, and returns what is left to do without it."""
 
 _LOOK = 0.1  # seconds, at a thread that does not end
+# Seconds after which a thread looks for requests by itself: Ctrl-C may interrupt who is to wake it.
+_LOST = 1.0
 
 
 class RequestPool:
@@ -85,7 +87,7 @@ class RequestPool:
                 while (queue := self._next()) is None:
                     if self._closing:
                         return  # what still waits for a place is taken by who gives one up
-                    self._changed.wait()
+                    self._changed.wait(_LOST)
                 request = queue.popleft()
                 beside = queue is self._beside
                 self._take(beside, -1)

@@ -87,7 +87,7 @@ class Backing:
                 while most := self._stranded():
                     if not (self._reap() or self._wait_for_disk() or self._others.wait(most, deadline)):
                         self._free_block(stored)  # which has the error not count it
-                        raise self._full(nbytes)
+                        raise self.full(nbytes)
                 self._demote_ahead()
             except BaseException:  # such as the error of another group's write
                 self._free_block(stored)  # of which nobody else knows
@@ -95,11 +95,10 @@ class Backing:
             self._counters.groups += 1
         return stored
 
-    def filled(self, stored: StoredGroup) -> None:
-        """Take note that the copy into the block has been submitted; a group for NVMe may go on."""
-        if stored.tier == "nvme" and self._disk is not None:
-            with self._lock:
-                self._disk.write(stored)
+    def filled(self, stored: StoredGroup) -> bool:
+        """Take note that the copy into the block has been submitted; whether the group goes on to NVMe."""
+        with self._lock:
+            return stored.tier == "nvme" and self._disk is not None and self._disk.write(stored)
 
     def drop(self, stored: StoredGroup) -> None:
         """Forget a stored group, also while copies or disk requests are under way."""
@@ -119,7 +118,7 @@ class Backing:
                 if block is not None:
                     return block
                 if not self._others.wait(nbytes, deadline, lacked=lacked):
-                    raise self._full(nbytes)
+                    raise self.full(nbytes)
         return block
 
     def _find_block_for_what_is_needed(self, nbytes: int) -> DramBlock:
@@ -200,7 +199,7 @@ class Backing:
         with self._lock:
             block = self._dram.allocate(PAGE)
             if block is None:
-                self.say_what_stays(self._full(PAGE))
+                self.say_what_stays(self.full(PAGE))
             else:
                 self._dram.free(block)
 
@@ -211,7 +210,8 @@ class Backing:
             needed = sum(self._reserved.values())
         self._dram.reserve(needed + needed // ROUNDING, largest)
 
-    def _full(self, nbytes: int) -> TierFull:
+    def full(self, nbytes: int) -> TierFull:
+        """Return the error that there is no room."""
         nvme, dram = self._nvme, self._dram
         if nvme is None or nbytes > dram.capacity:
             return TierFull("dram", None, nbytes, dram.used, dram.capacity, dram.others)
@@ -297,8 +297,7 @@ class Backing:
     def lend(self, stored: StoredGroup, copy: Callable[[DramBlock], Event]) -> None:
         """Have the stored group's bytes copied out of its block; block the host while they are still on disk.
 
-        `copy` is called with the lock held: nobody may take the block away before `StoredGroup.returned` says that it
-        is in use.
+        `copy` is called with the lock held: nobody may take the block away before `returned` says that it is in use.
 
         Raises
         ------
@@ -309,7 +308,7 @@ class Backing:
             stored.returned = copy(self._bring(stored))
 
     def take(self, stored: StoredGroup) -> DramBlock:
-        """As `lend`; return the block to who changes the bytes there. It stays until `filled`; NVMe's copy is freed."""
+        """As `lend`; return the block to who changes the bytes there. It stays until `filled`."""
         with self._lock:
             block = self._bring(stored)
             if self._disk is not None:
@@ -321,11 +320,14 @@ class Backing:
         self._reap()
         if stored.block is None:
             self._read_into(stored, self._find_block_for_what_is_needed(stored.nbytes))
-        if stored.reading is not None:
-            if not stored.reading.done():
+        if (reading := stored.reading) is not None:
+            if not reading.done():
                 with self._counters.waiting("disk_read"):
-                    stored.reading.exception()
-            stored.reading.result()
+                    reading.exception()
+            if reading.exception() is not None:
+                stored.reading = None
+                self._free_block(stored)  # who comes next tries again
+            reading.result()
         assert stored.block is not None
         return stored.block
 

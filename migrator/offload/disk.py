@@ -59,16 +59,13 @@ class Disk:
         """Start to write a stored group out, once its block is filled; return False if it need not or cannot go."""
         if stored.block is None or stored.filled is None or stored.writing is not None or stored.extent is not None:
             return False  # such as if another device's engine was here first
-        extent = self._nvme.allocate(stored.nbytes)
+        extent = stored.reserved or self._nvme.allocate(stored.nbytes)
         if extent is None:
             return False
-        try:
-            future, request = _request(partial(self._write, extent, stored.block, stored.filled))
-            self._writers.write(request)
-        except BaseException:
-            self._nvme.free(extent)
-            raise
-        stored.writing, stored.extent = future, extent
+        stored.reserved = extent  # not lost where this is interrupted
+        future, request = _request(partial(self._write, extent, stored.block, stored.filled))
+        self._submit(self._writers.write, request, future)
+        stored.writing, stored.extent, stored.reserved = future, extent, None
         self._kept[stored] = None
         return True
 
@@ -98,7 +95,7 @@ class Disk:
         if self._closed:
             raise TiersError("the session is over, and what it had put on NVMe with it: use that within the session")
         future, request = _request(partial(self._read, stored.extent, stored.block, after))
-        self._readers.read(request)
+        self._submit(self._readers.read, request, future)
         stored.reading = future
 
     def abandon(self, stored: StoredGroup) -> None:
@@ -108,19 +105,35 @@ class Disk:
             stored.writing.cancel()  # if it has not begun, nobody needs it any more
 
     def discard(self, stored: StoredGroup) -> None:
-        """Free the extent of a stored group whose bytes are about to change; block the host while it is written."""
+        """Forget what the extent of a stored group has, as the bytes are about to change; the next write goes there.
+
+        It blocks the host while a write of the group is under way.
+        """
         if stored.writing is not None and not stored.writing.cancel():
             with self._counters.waiting("disk_write"):
                 wait([stored.writing])
         stored.writing = None
-        self.free(stored)
+        if stored.extent is not None:
+            stored.reserved, stored.extent = stored.extent, None
+            self._kept.pop(stored, None)
 
     def free(self, stored: StoredGroup) -> None:
         """Free the extent of a stored group, if it has one."""
-        if stored.extent is not None:
-            self._nvme.free(stored.extent)
-            stored.extent = None
-            self._kept.pop(stored, None)
+        for extent in (stored.extent, stored.reserved):
+            if extent is not None:
+                self._nvme.free(extent)
+        stored.extent = stored.reserved = None
+        self._kept.pop(stored, None)
+
+    @staticmethod
+    def _submit(queue: Callable[[Request], None], request: Request, future: Future[None]) -> None:
+        """Queue a request. If this is interrupted, nobody will use the group's block and extent when it returns."""
+        try:
+            queue(request)
+        except BaseException:
+            if not future.cancel():
+                wait([future])
+            raise
 
     def close(self) -> None:
         """Wait for what was asked for, unless a drive does not answer."""

@@ -38,6 +38,7 @@ class StoredGroup:
     extent: NvmeExtent | None = None
     writing: Future[None] | None = None
     reading: Future[None] | None = None
+    reserved: NvmeExtent | None = None  # for the next write, as what lies there is out of date
     stuck: bool = False  # a write of it failed: it stays in DRAM
     tier: str | None = None  # where the plan wants it, if it does not leave that to what is free
 

@@ -122,6 +122,8 @@ class NvmePlacement:
 
     def _put(self, excess: _Excess, device: torch.device, parameter: Tensor, value: Tensor) -> Tensor:
         """A tensor of state, or what stands for it on NVMe."""
+        if isinstance(value, NvmeTensor) and value.contents.restored is not None:
+            value = value.contents.restored
         if excess.nbytes <= 0 or not _may_go(parameter, value) or value.device != device:
             return value
         try:

@@ -83,7 +83,8 @@ class StreamedState:
         states = list(all_states(optimizer, self._masters(optimizer)))
         streamed = list[ParameterState]()
         for device, nvme in tuple(self._nvme.states.items()):
-            streamed += self._stream_from_nvme(optimizer, step, states, device, nvme)
+            with nvme.stepping():
+                streamed += self._stream_from_nvme(optimizer, step, states, device, nvme)
         others = list(all_but(states, streamed))
         streamed += [each for on in found.items() for each in self._stream(optimizer, step, others, *on)]
         if not (streamed or lacks_room):
@@ -150,7 +151,6 @@ class StreamedState:
     ) -> list[ParameterState]:
         """Update those of these parameters whose state lies on NVMe, and return their state."""
         compute = self._devices.opened[device].compute
-        nvme.drop_unused()
         for each in states:
             unwrap_restored(each)
         stored = [each for each in states if each.parameter.device == device and comes_in_parts(each, nvme)]

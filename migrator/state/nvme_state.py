@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -34,6 +36,11 @@ class NvmeState:
         From host memory to the device, and back.
     backing : Backing
         Has the store, and the blocks of host memory.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held in an optimizer's step, and while somebody else reads: it would get what is half updated.
     """
 
     def __init__(self, compute: Compute, read: Lane, write: Lane, backing: Backing) -> None:
@@ -44,7 +51,24 @@ class NvmeState:
         self.directory = backing.directory
         self._unused: deque[StoredGroup] = deque()  # of tensors that are gone; dropped by who comes next
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = self._stepping = False
+        self.lock = threading.RLock()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """An optimizer updates parts in this scope."""
+        with self.lock:
+            self.drop_unused()
+            self._stepping = True
+            try:
+                yield
+            finally:
+                self._stepping = False
+
+    def check_idle(self) -> None:
+        """Raise TiersError within a step, as where a signal's handler asks. Call with the lock."""
+        if self._stepping:
+            raise TiersError("optimizer state that lies on nvme is being updated: write it after the step")
 
     def put(self, tensor: Tensor) -> NvmeTensor:
         """Put a contiguous tensor on NVMe, in parts. Its memory may be freed.
@@ -64,7 +88,8 @@ class NvmeState:
                 stored.append(group)
                 assert group.block is not None
                 group.filled = self._write.copy([whole(group.block.tensor, bytes_of(part))], [*group.after, begun])
-                self._backing.filled(group)
+                if not self._backing.filled(group):
+                    raise self._backing.full(group.nbytes)
         except BaseException:
             self.mark_unused(stored)
             raise
@@ -88,11 +113,15 @@ class NvmeState:
             raise TiersError("optimizer state lies on nvme, which a forked process cannot read: start it by spawn")
         if self._closed:
             raise TiersError("the session is over, and what it had put on NVMe with it: use that within the session")
-        stream, numbers = self._compute.stream(), bytes_of(target)
+        with self.lock:
+            self._read_into(stored, bytes_of(target))
+
+    def _read_into(self, stored: Sequence[StoredGroup], target: Tensor) -> None:
+        stream = self._compute.stream()
         begun, copies, first = self._compute.mark(stream), list[Event](), 0
 
         def copy(block: DramBlock) -> Event:
-            part = numbers[first : first + group.nbytes]
+            part = target[first : first + group.nbytes]
             # The last copy into the block may be under way, as of a slice that was updated.
             after = [begun] if group.filled is None else [begun, group.filled]
             copies.append(self._read.copy([whole(part, block.tensor)], after))

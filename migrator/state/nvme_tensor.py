@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.offload.stored import StoredGroup
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.state.nvme_state import NvmeState
 
 _ALIASES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
+_TAKES_MEMORY = torch.ops.aten.set_  # of another tensor, which its schema does not tell
 
 
 class NvmePart(NamedTuple):
@@ -87,13 +89,21 @@ class NvmeBytes:
         return plain
 
     def restore(self) -> Tensor:
-        """Return the tensor, restored to device memory."""
-        if self.restored is None:
-            with torch.inference_mode(False):  # else no step could update it
-                self.restored = self.read()
-            self._state.mark_unused(self._parts)
-            self._parts = []
-        return self.restored
+        """Return the tensor, restored to device memory.
+
+        Raises
+        ------
+        TiersError
+            Within an optimizer's step, in its thread: its update would be lost.
+        """
+        with self._state.lock:
+            if self.restored is None:
+                self._state.check_idle()
+                with torch.inference_mode(False):  # else no step could update it
+                    self.restored = self.read()
+                self._state.mark_unused(self._parts)
+                self._parts = []
+            return self.restored
 
     def to_mapped_file(self) -> Tensor:
         """Return a copy on the CPU that is mapped from a file without a name.
@@ -140,7 +150,12 @@ class NvmeTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _ALIASES:  # which PyTorch asks for before it does next to anything
-            return cls(args[0], args[0].contents)
+            with torch.inference_mode(False):
+                return cls(args[0], args[0].contents)
+        if func is torch.ops.aten.detach_.default:  # no state has anything to be detached from
+            return args[0]
+        if torch.Tag.inplace_view in func.tags and func.overloadpacket is not _TAKES_MEMORY:
+            raise TiersError(f"{func} would change the shape of optimizer state that lies on nvme: change a copy")
         args, kwargs = list(args), kwargs or {}
         for tensor in _written_or_viewed(func, args, kwargs):
             tensor.contents.restore()
@@ -158,7 +173,24 @@ class NvmeTensor(torch.Tensor):
         return tree_map(lambda value: wrapper_of.get(id(value), value), result)  # of an operator in place, its own
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"NvmeTensor({self.contents.read()!r})"
+        try:
+            return f"NvmeTensor({self.contents.read()!r})"
+        except TiersError:  # as after the session: whoever looks for a fault should see the rest
+            return f"NvmeTensor(size={tuple(self.size())}, dtype={self.dtype}, device='{self.device}')"
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without what autograd knows of it. PyTorch asks for no operator where it is set."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.size(), value.dtype, value.device) != (self.size(), self.dtype, self.device):
+            raise TiersError(
+                "optimizer state that lies on nvme was given memory of another size, type or device: put the new "
+                "tensor into optimizer.state instead"
+            )
+        self.contents.restore().data = value.contents.restore() if isinstance(value, NvmeTensor) else value
 
     def __copy__(self) -> NvmeTensor:
         return type(self)(self, self.contents)
@@ -193,6 +225,6 @@ class NvmeTensor(torch.Tensor):
 def _written_or_viewed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[NvmeTensor]:
     """Those of an operator's arguments that it writes, or that what it returns is a view of."""
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None:
+        if argument.alias_info is not None or func.overloadpacket is _TAKES_MEMORY:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (each for each in tree_leaves(given) if isinstance(each, NvmeTensor))

@@ -102,6 +102,6 @@ def test_a_group_that_is_being_written_is_taken_when_that_is_over(places: Places
     places.store.finish()
     assert done.wait(10)
     thread.join()
-    assert places.store.used == 0
+    assert places.store.used == PAGE, "nobody else takes its place meanwhile"
     places.filled(stored)
     assert places.value(stored) == 4

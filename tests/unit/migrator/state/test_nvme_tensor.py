@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -98,6 +99,10 @@ def _write_by_numpy(tensor: Tensor) -> None:
     torch.from_dlpack(tensor).numpy()[1] = 7
 
 
+def _give_other_data(tensor: Tensor) -> None:
+    tensor.data = torch.full(SIZE, 4.0)
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda t: t.mul_(2),
     "copied": lambda t: t.copy_(torch.ones(SIZE)),
@@ -109,6 +114,10 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "data": lambda t: t.data.zero_(),
     "view of the detached": lambda t: t.detach()[1:3].fill_(9),
     "numpy": _write_by_numpy,
+    "other data": _give_other_data,
+    "detached in place": lambda t: t.detach_().mul_(3),
+    "copied by reference": lambda t: copy.copy(t).add_(1),
+    "memory of another": lambda t: torch.empty(0).set_(t).add_(1),
 }
 
 
@@ -121,6 +130,37 @@ def test_whoever_writes_finds_what_was_written(write: Callable[[Tensor], object]
     assert torch.equal(kept.clone(), plain)
     assert torch.equal(alias.clone(), plain), "it is the same tensor"
     assert store.used == 0, "it is in memory from then on"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.unsqueeze_(0), lambda t: t.resize_(3), lambda t: setattr(t, "data", torch.ones(3))]
+)
+def test_it_keeps_its_shape(change: Callable[[Tensor], object], store: Store) -> None:
+    kept = store.put(a_tensor())
+    with pytest.raises(TiersError):
+        change(kept)
+    assert torch.equal(kept, a_tensor())
+
+
+def test_what_is_restored_in_inference_mode_can_be_updated(store: Store) -> None:
+    kept = store.put(a_tensor())
+    with torch.inference_mode():
+        kept.detach().view(-1)
+    assert not kept.contents.restore().is_inference()
+
+
+def test_who_reads_while_a_step_is_made_waits_and_who_writes_within_it_is_told(store: Store) -> None:
+    kept, seen = store.put(a_tensor()), list[Tensor]()
+    thread = threading.Thread(target=lambda: seen.append(kept.view(-1).clone()))
+    with store.state.stepping():
+        thread.start()
+        thread.join(0.2)
+        assert not seen
+        assert torch.equal(kept.clone(), a_tensor()), "as a signal's handler that saves"
+        with pytest.raises(TiersError, match="being updated"):
+            kept.mul_(2)
+    thread.join(10)
+    assert torch.equal(seen[0], a_tensor().view(-1))
 
 
 def test_an_operator_in_place_returns_the_tensor_itself(store: Store) -> None:
@@ -167,6 +207,15 @@ def test_after_the_session_it_cannot_be_read(store: Store) -> None:
     store.backing.close()
     with pytest.raises(TiersError, match="session is over"):
         kept.clone()
+    assert "size=(5, 70)" in repr(kept)
+
+
+def test_where_nvme_is_full_dram_does_not_fill_up_instead(tmp_path: Path) -> None:
+    small = Store(tmp_path, dram=8 * PAGE, capacity=16 * 1024)
+    with pytest.raises(TierFull):
+        small.put(torch.ones(3 * PAGE))
+    assert small.used == small.arena.used == 0
+    small.close()
 
 
 def test_where_there_is_no_room_nothing_changes(tmp_path: Path) -> None:
