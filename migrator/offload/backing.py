@@ -98,7 +98,9 @@ class Backing:
     def filled(self, stored: StoredGroup) -> bool:
         """Take note that the copy into the block has been submitted; whether the group goes on to NVMe."""
         with self._lock:
-            return stored.tier == "nvme" and self._disk is not None and self._disk.write(stored)
+            if stored.tier == "nvme" and self._disk is not None:
+                self._disk.write(stored)
+            return stored.writing is not None or stored.extent is not None
 
     def drop(self, stored: StoredGroup) -> None:
         """Forget a stored group, also while copies or disk requests are under way."""
@@ -135,11 +137,8 @@ class Backing:
             return block
 
     def _stranded(self) -> int:
-        """Return the size of a group on NVMe that could find no block; 0 if all can: a new one must not take the last.
-
-        It suffices to look at the largest.
-        """
-        most = 0 if self._disk is None else self._disk.largest
+        """Return the size of a group on NVMe that could find no block; 0 if all can: a new one must not take the last."""
+        most = 0 if self._disk is None else self._disk.largest  # to look at that one suffices
         if not most or (self._nvme is not None and self._nvme.capacity - self._nvme.used >= most):
             return 0  # nothing is there, or it can take what is in the way
         if any(p.extent and p.block is not None and p.block.room >= most for p in self._in_dram):
