@@ -100,6 +100,7 @@ class Backing:
         with self._lock:
             if stored.tier == "nvme" and self._disk is not None:
                 self._disk.write(stored)
+                self._reap()  # blocks of those that are written, before DRAM is full of them
             return stored.writing is not None or stored.extent is not None
 
     def drop(self, stored: StoredGroup) -> None:
@@ -137,7 +138,7 @@ class Backing:
             return block
 
     def _stranded(self) -> int:
-        """Return the size of a group on NVMe that could find no block; 0 if all can: a new one must not take the last."""
+        """Return the bytes of a group on NVMe that could find no block, or 0: a new one must not take the last."""
         most = 0 if self._disk is None else self._disk.largest  # to look at that one suffices
         if not most or (self._nvme is not None and self._nvme.capacity - self._nvme.used >= most):
             return 0  # nothing is there, or it can take what is in the way
@@ -279,10 +280,6 @@ class Backing:
 
     # ------------------------------------------------------------------------------ NVMe to DRAM
 
-    def at_hand(self, stored: StoredGroup) -> bool:
-        """Return whether `lend` would return without waiting for the disk."""
-        return stored.block is not None and (stored.reading is None or stored.reading.done())
-
     def read_ahead(self, stored: StoredGroup) -> bool:
         """Start to read a stored group if DRAM has room without pushing another out; return False if it has not."""
         with self._lock:
@@ -293,8 +290,10 @@ class Backing:
                 self._read_into(stored, block)
         return True
 
-    def lend(self, stored: StoredGroup, copy: Callable[[DramBlock], Event]) -> None:
+    def lend(self, stored: StoredGroup, copy: Callable[[DramBlock], Event], *, keep: bool = True) -> None:
         """Have the stored group's bytes copied out of its block; block the host while they are still on disk.
+
+        Without `keep` the block is freed if NVMe has the bytes, too: nobody will want them soon.
 
         `copy` is called with the lock held: nobody may take the block away before `returned` says that it is in use.
 
@@ -305,6 +304,8 @@ class Backing:
         """
         with self._lock:
             stored.returned = copy(self._bring(stored))
+            if not (keep or stored.extent is None or stored.on_disk_lane()):
+                self._free_block(stored)
 
     def take(self, stored: StoredGroup) -> DramBlock:
         """As `lend`; return the block to who changes the bytes there. It stays until `filled`."""

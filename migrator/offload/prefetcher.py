@@ -68,7 +68,7 @@ class Prefetcher:
         """Fetch a group if nothing has to wait for that; return whether it comes."""
         if self._compute.capturing():
             return False
-        if isinstance(group.stored, StoredGroup) and not self._backing.at_hand(group.stored):
+        if isinstance(group.stored, StoredGroup) and not group.stored.at_hand():
             return False
         try:
             self._transport.fetch(group)

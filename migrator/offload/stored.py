@@ -42,6 +42,10 @@ class StoredGroup:
     stuck: bool = False  # a write of it failed: it stays in DRAM
     tier: str | None = None  # where the plan wants it, if it does not leave that to what is free
 
+    def at_hand(self) -> bool:
+        """Whether nobody has to wait for the disk to have the bytes in the block."""
+        return self.block is not None and (self.reading is None or self.reading.done())
+
     def on_disk_lane(self) -> bool:
         """Whether a disk request still uses its block."""
         return any(request is not None and not request.done() for request in (self.writing, self.reading))

@@ -143,7 +143,7 @@ class NvmePlacement:
         with self._opening:
             if device not in self.states:
                 lanes = state_lanes(device, self._counters)
-                self.states[device] = NvmeState(shared.compute, *lanes, backing)
+                self.states[device] = NvmeState(shared.compute, *lanes, backing, self._counters)
             return self.states[device]
 
     def close(self) -> None:

@@ -7,12 +7,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.host.dram import DramBlock
+from torch_tiers.allocator.sizes import PAGE, round_up
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.state import slices
@@ -20,6 +22,7 @@ from torch_tiers.migrator.state.nvme_tensor import NvmeBytes, NvmeTensor
 from torch_tiers.migrator.state.streamer import STALL
 from torch_tiers.migrator.streams import Compute, Event, Lane
 from torch_tiers.migrator.streams.pieces import bytes_of, whole
+from torch_tiers.migrator.telemetry.counters import Counters
 
 AHEAD = 3  # parts that are being read while one is copied
 LAST = sys.maxsize  # when parts are needed, by the measure of groups: after all that a backward needs
@@ -36,6 +39,8 @@ class NvmeState:
         From host memory to the device, and back.
     backing : Backing
         Has the store, and the blocks of host memory.
+    counters : Counters
+        Receive the host's waits for the store.
 
     Attributes
     ----------
@@ -43,13 +48,15 @@ class NvmeState:
         Held in an optimizer's step, and while somebody else reads: it would get what is half updated.
     """
 
-    def __init__(self, compute: Compute, read: Lane, write: Lane, backing: Backing) -> None:
+    def __init__(self, compute: Compute, read: Lane, write: Lane, backing: Backing, counters: Counters) -> None:
         self._compute = compute
         self._read = read
         self._write = write
         self._backing = backing
         self.directory = backing.directory
         self._unused: deque[StoredGroup] = deque()  # of tensors that are gone; dropped by who comes next
+        self._counters = counters
+        self._writing: deque[StoredGroup] = deque()  # those of which a write was asked for last, the oldest first
         self._pid = os.getpid()
         self._closed = self._stepping = False
         self.lock = threading.RLock()
@@ -88,7 +95,7 @@ class NvmeState:
                 stored.append(group)
                 assert group.block is not None
                 group.filled = self._write.copy([whole(group.block.tensor, bytes_of(part))], [*group.after, begun])
-                if not self._backing.filled(group):
+                if not self._write_out(group):
                     raise self._backing.full(group.nbytes)
         except BaseException:
             self.mark_unused(stored)
@@ -131,7 +138,7 @@ class NvmeState:
             for place, group in enumerate(stored):
                 for coming in stored[place + 1 : place + 1 + AHEAD]:
                     self._backing.read_ahead(coming)
-                self._backing.lend(group, copy)
+                self._backing.lend(group, copy, keep=False)
                 first += group.nbytes
         finally:  # before the memory is anybody else's
             for event in copies:
@@ -148,7 +155,18 @@ class NvmeState:
     def check_in(self, stored: StoredGroup, filled: Event) -> None:
         """Have a part that was checked out written to NVMe, once the last copy into its bytes is over."""
         stored.filled = filled
-        self._backing.filled(stored)
+        self._write_out(stored)
+
+    def _write_out(self, stored: StoredGroup) -> bool:
+        """Have a part written; whether the store has room. It waits while more than DRAM is left for is on its way."""
+        goes = self._backing.filled(stored)
+        self._writing.append(stored)
+        while sum(round_up(group.nbytes, PAGE) for group in self._writing) > slices.IN_TRANSIT // 2:
+            oldest = self._writing.popleft()
+            if oldest.writing is not None and not oldest.writing.done():
+                with self._counters.waiting("disk_write"):
+                    wait([oldest.writing])
+        return goes
 
     def drop_unused(self) -> None:
         """Free what tensors had that are gone."""

@@ -11,7 +11,7 @@ SLICE = 64 * MiB  # of state: its copies take a millisecond, and its calls a fra
 ABREAST = 3  # slices: one comes, one is updated, one leaves
 LARGEST = 1 / 16  # of the budget: state of one parameter that is larger, and not cut, is read where it lies
 NUMBERS = SLICE // 8  # of a tensor on NVMe that make a part: of two in fp32 it fills a slice
-IN_TRANSIT = 12 * SLICE  # bytes of DRAM through which state comes from NVMe and goes there
+IN_TRANSIT = 12 * SLICE  # bytes of DRAM for state on its way from and to NVMe: half of it is being written
 AT_ONCE = 512 * MiB  # of state that does not come: an optimizer may take as much again while it updates that
 
 _Part = TypeVar("_Part")

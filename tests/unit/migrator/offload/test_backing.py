@@ -248,7 +248,7 @@ def test_reading_ahead_pushes_nothing_out(make: Make, arena: DramArena, take_all
     assert first.block is None
     arena.free(rest.pop())
     assert backing.read_ahead(first)
-    assert eventually(lambda: backing.at_hand(first))
+    assert eventually(lambda: first.at_hand())
 
 
 def test_waits_for_the_disk_are_counted(make: Make, take_all: TakeAll) -> None:
@@ -337,10 +337,10 @@ def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, take_
     backing.drop(last)
     reads = len(store.reads)
     assert backing.read_ahead(first)
-    assert not backing.at_hand(first)
+    assert not first.at_hand()
     assert len(store.reads) == reads
     under_way.set()
-    assert eventually(lambda: backing.at_hand(first))
+    assert eventually(lambda: first.at_hand())
 
 
 def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, take_all: TakeAll) -> None:

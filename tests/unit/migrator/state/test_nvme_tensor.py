@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.errors import TierFull, TiersError
 from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, MiB
 from torch_tiers.migrator.offload.backing import Backing
@@ -39,7 +41,7 @@ class Store:
         self.nvme = NvmeStore([path], capacity, gds="off", step=16 * MiB)
         self.backing = Backing(self.arena, self.nvme, counters)
         lanes = HostLane("read", counters), HostLane("write", counters)
-        self.state = NvmeState(HostCompute(counters), *lanes, self.backing)
+        self.state = NvmeState(HostCompute(counters), *lanes, self.backing, counters)
 
     def put(self, tensor: Tensor) -> NvmeTensor:
         return self.state.put(tensor)
@@ -208,6 +210,22 @@ def test_after_the_session_it_cannot_be_read(store: Store) -> None:
     with pytest.raises(TiersError, match="session is over"):
         kept.clone()
     assert "size=(5, 70)" in repr(kept)
+
+
+def test_no_more_dram_is_taken_than_is_left_for_what_is_on_its_way(store: Store) -> None:
+    """To a store that is slow, and from it where a checkpoint reads all of them."""
+    plain_write = PosixFile.pwrite
+
+    def slowly(*how: object) -> object:
+        time.sleep(0.01)
+        return plain_write(*how)  # type: ignore[arg-type]
+
+    with mock.patch.object(slices, "IN_TRANSIT", 4 * PAGE), mock.patch.object(PosixFile, "pwrite", slowly):
+        kept = [store.put(a_tensor()) for _ in range(12)]
+    assert store.arena.peak <= 4 * PAGE
+    for tensor in kept:
+        assert torch.equal(tensor.clone(), a_tensor())
+    assert store.arena.peak <= 6 * PAGE, "of a tensor's own parts some are read ahead"
 
 
 def test_where_nvme_is_full_dram_does_not_fill_up_instead(tmp_path: Path) -> None:
