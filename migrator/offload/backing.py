@@ -304,7 +304,7 @@ class Backing:
         """
         with self._lock:
             stored.returned = copy(self._bring(stored))
-            if not (keep or stored.extent is None or stored.on_disk_lane()):
+            if not (keep or stored.extent is None or stored.writing):  # who notes that a write is over frees it
                 self._free_block(stored)
 
     def take(self, stored: StoredGroup) -> DramBlock:

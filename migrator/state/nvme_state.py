@@ -159,14 +159,15 @@ class NvmeState:
 
     def _write_out(self, stored: StoredGroup) -> bool:
         """Have a part written; whether the store has room. It waits while more than DRAM is left for is on its way."""
-        goes = self._backing.filled(stored)
-        self._writing.append(stored)
-        while sum(round_up(group.nbytes, PAGE) for group in self._writing) > slices.IN_TRANSIT // 2:
-            oldest = self._writing.popleft()
-            if oldest.writing is not None and not oldest.writing.done():
-                with self._counters.waiting("disk_write"):
-                    wait([oldest.writing])
-        return goes
+        with self.lock:
+            goes = self._backing.filled(stored)
+            self._writing.append(stored)
+            while sum(round_up(group.nbytes, PAGE) for group in self._writing) > slices.IN_TRANSIT // 2:
+                oldest = self._writing.popleft().writing
+                if oldest is not None and not oldest.done():
+                    with self._counters.waiting("disk_write"):
+                        wait([oldest])
+            return goes
 
     def drop_unused(self) -> None:
         """Free what tensors had that are gone."""

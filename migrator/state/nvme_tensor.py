@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +21,33 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.offload.stored import StoredGroup
 
-if TYPE_CHECKING:
-    from torch_tiers.migrator.state.nvme_state import NvmeState
-
 _ALIASES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 _TAKES_MEMORY = torch.ops.aten.set_  # of another tensor, which its schema does not tell
+
+
+class NvmeParts(Protocol):
+    """Where the parts of tensors are; see `NvmeState`.
+
+    Attributes
+    ----------
+    directory : Path or None
+        Has room for temporary files.
+    """
+
+    directory: Path | None
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held in an optimizer's step, and by who restores a tensor."""
+
+    def check_idle(self) -> None:
+        """Raise TiersError within a step."""
+
+    def read_into(self, stored: Sequence[StoredGroup], target: Tensor) -> None:
+        """Copy the parts of a tensor into a contiguous one."""
+
+    def mark_unused(self, stored: Sequence[StoredGroup]) -> None:
+        """Take note that the tensor of these parts is gone."""
 
 
 class NvmePart(NamedTuple):
@@ -43,7 +67,7 @@ class NvmeBytes:
 
     Parameters
     ----------
-    state : NvmeState
+    state : NvmeParts
         Where the parts are. It copies them.
     like : Tensor
         Has the tensor's shape, type and device.
@@ -60,7 +84,7 @@ class NvmeBytes:
         The tensor in device memory, once it was restored. It has no parts any more then.
     """
 
-    def __init__(self, state: NvmeState, like: Tensor, parts: list[StoredGroup], length: int) -> None:
+    def __init__(self, state: NvmeParts, like: Tensor, parts: list[StoredGroup], length: int) -> None:
         self.restored: Tensor | None = None
         self.length = length
         self._parts = parts
@@ -71,7 +95,7 @@ class NvmeBytes:
     def __del__(self) -> None:
         self._state.mark_unused(self._parts)
 
-    def lies_in(self, state: NvmeState) -> bool:
+    def lies_in(self, state: NvmeParts) -> bool:
         """Whether its parts are there. Those of an earlier session's are not."""
         return self.restored is None and self._state is state
 

@@ -105,3 +105,24 @@ def test_a_group_that_is_being_written_is_taken_when_that_is_over(places: Places
     assert places.store.used == PAGE, "nobody else takes its place meanwhile"
     places.filled(stored)
     assert places.value(stored) == 4
+
+
+def test_a_block_whose_write_ends_while_it_is_lent_is_freed_once(places: Places) -> None:
+    """Freed a second time it was that of the next read, which then was somebody else's."""
+    stored = places.on_nvme(3)
+
+    def copy(block: object) -> HostEvent:
+        places.store.finish()
+        assert stored.writing is not None
+        stored.writing.result()
+        event = HostEvent()
+        event.set()
+        return event
+
+    places.backing.lend(stored, copy, keep=False)
+    places.backing.read_ahead(stored)
+    block = stored.block
+    assert block is not None
+    places.on_nvme(9)
+    assert stored.block is block
+    assert places.value(stored) == 3

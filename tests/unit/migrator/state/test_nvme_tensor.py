@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -210,6 +211,35 @@ def test_after_the_session_it_cannot_be_read(store: Store) -> None:
     with pytest.raises(TiersError, match="session is over"):
         kept.clone()
     assert "size=(5, 70)" in repr(kept)
+
+
+def test_threads_put_read_and_restore_side_by_side(store: Store) -> None:
+    failed = list[object]()
+    until = time.monotonic() + 3
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            while time.monotonic() < until:
+                plain = torch.randn(SIZE, generator=generator)
+                kept = store.put(plain)
+                if not torch.equal(kept.clone(), plain) or not torch.equal(kept.view(-1), plain.view(-1)):
+                    failed.append("other numbers")
+        except BaseException as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    assert store.used == 0
 
 
 def test_no_more_dram_is_taken_than_is_left_for_what_is_on_its_way(store: Store) -> None:
