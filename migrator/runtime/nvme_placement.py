@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, may_be_split
-from torch_tiers.migrator.program.subclasses import own_memory
+from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.program.weights import tensors_in
 from torch_tiers.migrator.runtime.devices import Devices, state_lanes
 from torch_tiers.migrator.runtime.options import Options
@@ -85,17 +85,23 @@ class NvmePlacement:
         DRAM is left for its transfers, and for iterations. `rooms` is the room for state by GPU.
         """
         self._excess.pop(optimizer, None)
-        may_go = type(optimizer) in BY_ELEMENT and may_be_split(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        may_go = type(optimizer) in BY_ELEMENT and may_be_split(optimizer) and not any(map(is_dtensor, parameters))
         beyond = pages.state_without_room(rooms) if may_go else {}
         if not beyond or not self._devices.backing(self._options()).has_disk:
             return
         found = {}
-        for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
+        for device in {parameter.device for parameter in parameters}:
             if device.index in beyond:
                 reserved = IN_TRANSIT + int(SPARE * pages.limit(device))
                 nbytes = beyond[device.index] + pages.release_dram(device.index, reserved)
                 found[device] = _Excess(nbytes, rooms[device.index].expected)
         self._excess[optimizer] = found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state on NVMe."""
+        return sum(state.nbytes for state in self.states.values())
 
     def lacks_room(self, optimizer: Optimizer) -> bool:
         """Whether state that an optimizer makes is to be put on NVMe."""

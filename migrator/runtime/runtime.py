@@ -346,4 +346,5 @@ class Runtime:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        return {**self._progress.numbers(), "streamed_weights": self._streaming.nbytes}
+        below = {"streamed_weights": self._streaming.nbytes, "state_on_nvme": self._nvme.nbytes}
+        return {**self._progress.numbers(), **below}

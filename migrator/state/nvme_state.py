@@ -46,6 +46,8 @@ class NvmeState:
     ----------
     lock : RLock
         Held in an optimizer's step, and while somebody else reads: it would get what is half updated.
+    nbytes : int
+        Bytes of all parts.
     """
 
     def __init__(self, compute: Compute, read: Lane, write: Lane, backing: Backing, counters: Counters) -> None:
@@ -60,6 +62,7 @@ class NvmeState:
         self._pid = os.getpid()
         self._closed = self._stepping = False
         self.lock = threading.RLock()
+        self.nbytes = 0
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -104,6 +107,8 @@ class NvmeState:
             for group in stored:
                 if group.filled is not None:
                     self._compute.wait(group.filled, STALL, stream)
+            with self.lock:
+                self.nbytes += sum(group.nbytes for group in stored)  # also of those that are dropped soon
         return NvmeTensor(tensor, NvmeBytes(self, tensor, stored, slices.NUMBERS))
 
     def read_into(self, stored: Sequence[StoredGroup], target: Tensor) -> None:
@@ -177,6 +182,8 @@ class NvmeState:
             except IndexError:  # another thread was first
                 return
             self._backing.drop(stored)
+            with self.lock:
+                self.nbytes -= stored.nbytes
 
     def mark_unused(self, stored: Sequence[StoredGroup]) -> None:
         """Take note that the tensor of these parts is gone.

@@ -40,6 +40,8 @@ class Answer:
         Bytes of `needs` that are of state and weights which lay in DRAM at the end.
     state_in_dram : int
         Those of the state.
+    state_on_nvme : int
+        Bytes of `needs` that are of state which lay on NVMe.
     in_dram : str
         What operators read in DRAM in each step, in words; empty if next to nothing.
     share : str or None
@@ -67,6 +69,7 @@ class Answer:
     most_took: tuple[float, float] | None = None
     without_gpu: bool = False
     device_seconds: float | None = None
+    state_on_nvme: int = 0
 
     @property
     def of_predicted(self) -> tuple[float, float] | None:
@@ -111,8 +114,8 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
     step, parts = step_range(stats), stats["steps"] / max(stats["iterations"], stats["steps"], 1)
     lay_there = read_in_dram(stats)
     return Answer(
-        # Of state and weights that lie in DRAM the trace knows nothing.
-        needs(trace, links) + stats.get("demoted", 0) if trace.others else None,
+        # Of state and weights that lie in DRAM or on NVMe the trace knows nothing.
+        needs(trace, links) + stats.get("demoted", 0) + stats.get("state_on_nvme", 0) if trace.others else None,
         stats["peak"]["hbm"],
         stats["budget"]["hbm"],
         why.result.ideal if known and not lay_there else None,
@@ -126,6 +129,7 @@ def answer_of(trace: Trace, links: Links, stats: dict[str, Any], why: Why) -> An
         None if step is None else (step[0] * parts, step[1] * parts),
         stats["device"] == "cpu",
         None if why.result.is_sure_of_ideal else why.result.device_seconds,
+        stats.get("state_on_nvme", 0),
     )
 
 
@@ -135,6 +139,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "needs": answer.needs,
         "demoted": answer.demoted,
         "state_in_dram": answer.state_in_dram,
+        "state_on_nvme": answer.state_on_nvme,
         "ran_in": answer.ran_in,
         "budget": answer.budget,
         "budget_share": answer.share,
@@ -174,6 +179,8 @@ def render(answer: Answer, hints: Sequence[str] = ()) -> Iterator[str]:
         yield f"with everything kept an iteration is predicted to need {format_at_least(answer.needs)} of hbm; {ran}"
     if answer.demoted:
         yield f"{format_size(answer.demoted)} of that, of optimizer state and weights, lay in dram at the end"
+    if answer.state_on_nvme:
+        yield f"{format_size(answer.state_on_nvme)} of that, of optimizer state, lay on nvme at the end"
     yield from _time(answer)
     yield from hints
 

@@ -19,9 +19,9 @@ def read_in_dram(stats: Mapping[str, Any]) -> str:
     return _in_words(stats.get("state_in_place", stats.get("state_in_dram", 0)), stats)
 
 
-def lay_in_dram(stats: Mapping[str, Any]) -> str:
-    """Return the same with state that was streamed: with another budget, another part of it would be."""
-    return _in_words(stats.get("state_in_dram", 0), stats)
+def lay_below_hbm(stats: Mapping[str, Any]) -> str:
+    """Return the same with state that was streamed, from NVMe, too: with another budget, other parts would be."""
+    return _in_words(stats.get("state_in_dram", 0) + stats.get("state_on_nvme", 0), stats)
 
 
 def _in_words(state: int, stats: Mapping[str, Any]) -> str:

@@ -44,6 +44,7 @@ def stats_from_json(content: str) -> dict[str, Any]:
         "demoted",
         "state_in_dram",
         "state_in_place",
+        "state_on_nvme",
         "overflow",
     ):  # of which earlier versions did not tell
         if name in stats:

@@ -15,7 +15,7 @@ from torch_tiers.migrator.controller.planned import needs
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.compare import Candidate, Refused, compare
-from torch_tiers.planning.in_dram import lay_in_dram
+from torch_tiers.planning.in_dram import lay_below_hbm
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """What plans may fill, as shares of what the program needs."""
@@ -61,11 +61,12 @@ class Offer:
 
 
 def needed_of(trace: Trace, links: Links, stats: Mapping[str, Any]) -> tuple[int, str]:
-    """Bytes of HBM that an iteration needs with everything kept, and what of them lay in DRAM: see `lay_in_dram`.
+    """Bytes of HBM that an iteration needs with everything kept, and what of them lay in DRAM: see `lay_below_hbm`.
 
     Where state did, weights that lay there count, too: of neither the trace knows anything.
     """
-    return needs(trace, links) + (stats.get("demoted", 0) if stats.get("state_in_dram") else 0), lay_in_dram(stats)
+    demoted = stats.get("demoted", 0) if stats.get("state_in_dram") else 0
+    return needs(trace, links) + demoted + stats.get("state_on_nvme", 0), lay_below_hbm(stats)
 
 
 def offers(
@@ -149,7 +150,7 @@ def render(
         )
     if in_dram:
         yield (
-            f"in the run {in_dram} lay in dram: what less hbm costs such a program is not predicted, tiers bench "
+            f"in the run {in_dram} lay below hbm: what less hbm costs such a program is not predicted, tiers bench "
             "measures it; suggested is room for all of it"
         )
     if made and made[-1].why_not is not None:

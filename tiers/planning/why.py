@@ -224,7 +224,7 @@ def _most(result: Simulated, streaming: float, streaming_state: float) -> Iterat
     parts = {f"waiting for {lane}: {link}": seconds for lane, seconds in result.stalls.items()}
     parts |= {
         "waiting for weights that lie in dram: more hbm helps, or a larger batch": streaming,
-        "waiting for optimizer state that lies in dram: more hbm helps, or a larger batch": streaming_state,
+        "waiting for optimizer state below hbm: more hbm helps, or a larger batch": streaming_state,
         "the host, which is busy with what moves and is recomputed: more hbm helps": waiting_for_host(result),
         "recomputing: more hbm helps, or a link that carries more (tiers probe)": result.recomputing,
     }

@@ -130,6 +130,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "flushes": "int",
         "demoted": "int",
         "state_in_dram": "int",
+        "state_on_nvme": "int",
         "state_in_place": "int",
         "overflow": "int",
         "bounced": "int",

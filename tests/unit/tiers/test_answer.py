@@ -68,6 +68,13 @@ def test_where_optimizer_state_lay_in_dram_no_step_tells_what_that_costs() -> No
     assert any("read and write 7.0 GiB of optimizer state over the link" in hint for hint in account.hints)
 
 
+def test_optimizer_state_on_nvme_is_part_of_what_a_program_needs() -> None:
+    stats: dict[str, Any] = {**STATS, "state_on_nvme": 7 * GiB}
+    given = answer_of(MODEL, PCIE_GEN5, stats, why(MODEL, PLAN, PCIE_GEN5, stats))
+    assert given.needs == needs(MODEL, PCIE_GEN5) + 7 * GiB
+    assert "7.0 GiB of that, of optimizer state, lay on nvme at the end" in text(given)
+
+
 def test_where_hbm_had_no_room_for_the_work_of_a_layer_no_step_tells_what_that_costs() -> None:
     """A graph attention took 2.9 times plain's step, as it was recorded with 2.4 GiB of one operator's in DRAM."""
     stats: dict[str, Any] = {**STATS, "step_s": {"median": RESULT.seconds}, "budget": {"hbm": 8 * GiB}}

@@ -102,11 +102,21 @@ def test_where_optimizer_state_lay_in_dram_only_room_for_all_of_it_is_suggested(
     )
     for named in (tmp_path, tmp_path / "trace.json"):
         assert main(["suggest", str(named)]) == 0
-        assert "7.0 GiB of optimizer state lay in dram" in " ".join(capsys.readouterr().out.split())
+        assert "7.0 GiB of optimizer state lay below hbm" in " ".join(capsys.readouterr().out.split())
         told = json.loads(_json(named, capsys))
         assert told["needs"] == needs(MODEL, PCIE_GEN5) + 8 * GiB
         assert [offer["planned"] for offer in told["offers"]] == [told["needs"]]
         assert told["suggested"] >= told["needs"]
+
+
+def test_optimizer_state_on_nvme_is_part_of_what_a_program_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.json").write_text(trace_json.write(MODEL))
+    (tmp_path / "stats.json").write_text(json.dumps({**STATS, "state_on_nvme": 7 * GiB}))
+    assert main(["suggest", str(tmp_path)]) == 0
+    assert "7.0 GiB of optimizer state lay below hbm" in " ".join(capsys.readouterr().out.split())
+    assert json.loads(_json(tmp_path, capsys))["needs"] == needs(MODEL, PCIE_GEN5) + 7 * GiB
 
 
 def test_where_nothing_fits_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

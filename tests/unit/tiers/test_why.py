@@ -176,7 +176,7 @@ def test_what_was_waited_for_optimizer_state_is_part_of_what_is_predicted_and_mo
     assert told.streaming_state == pytest.approx(1.0)
     assert told.predicted == pytest.approx(told.result.seconds + 1.0)
     assert [hint for hint in told.hints if "most of the difference" in hint] == [
-        "most of the difference is waiting for optimizer state that lies in dram: more hbm helps, or a larger batch"
+        "most of the difference is waiting for optimizer state below hbm: more hbm helps, or a larger batch"
     ]
 
 

@@ -72,7 +72,7 @@ def budgets(made: Sequence[Offer] | str, budget: int, times_as_long: float | Non
     if in_dram:
         lay = in_dram[0].upper() + in_dram[1:]
         said.append(
-            f"{lay} lay in dram: what less hbm costs such a program is not predicted, and tiers bench measures it."
+            f"{lay} lay below hbm: what less hbm costs such a program is not predicted, and tiers bench measures it."
         )
     elif suggested is not None:
         said.append(

@@ -16,7 +16,7 @@ from torch_tiers.planning.html.planned import NO_PLAN, Planned
 from torch_tiers.planning.html.prediction import prediction
 from torch_tiers.planning.html.section import Section
 from torch_tiers.planning.html.steps import steps
-from torch_tiers.planning.in_dram import lay_in_dram
+from torch_tiers.planning.in_dram import lay_below_hbm
 from torch_tiers.planning.suggest import Offer, needed_of, offers
 
 
@@ -43,7 +43,7 @@ def sections(stats: Mapping[str, Any], history: History | str, plan: Planned | N
             _offers(plan, stats),
             budget,
             None if plan is None else plan.answer.at_most or plan.answer.times_as_long,
-            lay_in_dram(stats),
+            lay_below_hbm(stats),
         ),
     ]
 

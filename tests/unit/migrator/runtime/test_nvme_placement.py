@@ -162,6 +162,7 @@ def test_steps_are_plains(kind: type[optim.Optimizer], foreach: bool, tmp_path: 
     program = Program(tmp_path, kind, **how)
     program.train(range(6))
     trained, optimizer = plain(kind, 6, **how)
+    assert program.nvme.nbytes == sum(tensor.nbytes for tensor in program.on_nvme)
     assert len(program.on_nvme) >= len(SIZES) or kind is optim.Adagrad, "which makes its state before any step"
     assert same(list(map(torch.clone, program.parameters)), list(map(torch.clone, trained)))
     before = len(program.on_nvme)
