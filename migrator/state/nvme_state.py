@@ -95,6 +95,7 @@ class NvmeState:
         try:
             for part in tensor.detach().view(-1).split(slices.NUMBERS):
                 group = self._backing.new(part.nbytes, LAST, "nvme")
+                self._counters.groups -= 1  # the backing counts page groups, and this is none
                 stored.append(group)
                 assert group.block is not None
                 group.filled = self._write.copy([whole(group.block.tensor, bytes_of(part))], [*group.after, begun])

@@ -36,7 +36,7 @@ class Store:
     """State on NVMe, in parts of 128 numbers."""
 
     def __init__(self, path: Path, dram: int = 16 * MiB, capacity: int = 64 * MiB) -> None:
-        counters = Counters()
+        counters = self.counters = Counters()
         counters.moved |= {"read": 0, "write": 0}
         self.arena = DramArena(dram, pinned=False, step=dram)
         self.nvme = NvmeStore([path], capacity, gds="off", step=16 * MiB)
@@ -164,6 +164,11 @@ def test_who_reads_while_a_step_is_made_waits_and_who_writes_within_it_is_told(s
             kept.mul_(2)
     thread.join(10)
     assert torch.equal(seen[0], a_tensor().view(-1))
+
+
+def test_it_is_no_page_group(store: Store) -> None:
+    store.put(a_tensor())
+    assert store.counters.groups == 0
 
 
 def test_an_operator_in_place_returns_the_tensor_itself(store: Store) -> None:
