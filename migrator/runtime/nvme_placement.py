@@ -161,9 +161,8 @@ class NvmePlacement:
 def _may_go(parameter: Tensor, value: object) -> bool:
     """Whether a value of state is a tensor that may come back in parts, each with its part of the parameter."""
     return (
-        not isinstance(value, NvmeTensor)
-        and isinstance(value, Tensor)
-        and own_memory(value) is value
+        isinstance(value, Tensor)
+        and own_memory(value) is value  # which that of an `NvmeTensor` is not
         and own_memory(parameter) is parameter
         and value.size() == parameter.size()
         and value.is_contiguous()

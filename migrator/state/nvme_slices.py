@@ -24,9 +24,8 @@ def unwrap_restored(of: ParameterState) -> None:
 
 def comes_in_parts(of: ParameterState, nvme: NvmeState) -> bool:
     """Whether a parameter's state lies on NVMe, and can be updated part by part."""
-    return (
-        bool(_on_nvme(of)) and all(value.contents.lies_in(nvme) for value in _on_nvme(of).values()) and may_be_cut(of)
-    )
+    stored = _on_nvme(of).values()
+    return bool(stored) and all(tensor.contents.lies_in(nvme) for tensor in stored) and may_be_cut(of)
 
 
 def parts_on_nvme(of: ParameterState) -> list[ParameterState]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.unit.by_hand import HandStore
+from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.nvme.requests import RequestPool
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.stored import StoredGroup
@@ -126,3 +131,51 @@ def test_a_block_whose_write_ends_while_it_is_lent_is_freed_once(places: Places)
     places.on_nvme(9)
     assert stored.block is block
     assert places.value(stored) == 3
+
+
+def test_a_read_that_failed_is_tried_again_by_who_comes_next(places: Places) -> None:
+    places.store.finish()
+    stored = places.on_nvme(3)
+    others = [places.on_nvme(0) for _ in range(6)]  # for which it leaves DRAM
+    plain = places.store.read
+
+    def refused(*how: object) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StoreError(Path("here"), 0, PAGE, "read", "no answer"))
+        return failed
+
+    places.store.read = refused  # type: ignore[method-assign]
+    with pytest.raises(StoreError):
+        places.value(stored)
+    places.store.read = plain  # type: ignore[method-assign]
+    assert places.value(stored) == 3
+    assert all(places.value(other) == 0 for other in others)
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_what_is_interrupted_as_it_is_queued_touches_nobodys_memory_later(what: str, places: Places) -> None:
+    """The request was carried out with the next one, into a block that was somebody else's by then."""
+    places.store.finish()
+    stored = places.on_nvme(3)
+    for _ in range(6):
+        places.on_nvme(0)
+    plain = getattr(RequestPool, what)
+
+    def interrupted(pool: RequestPool, request: Callable[[], None]) -> None:
+        held.append(lambda: plain(pool, request))  # queued, and carried out later
+        raise KeyboardInterrupt
+
+    held = list[Callable[[], None]]()
+    with mock.patch.object(RequestPool, what, interrupted), pytest.raises(KeyboardInterrupt):
+        if what == "read":
+            places.value(stored)
+        else:
+            places.on_nvme(4)
+    block = places.arena.allocate(PAGE)
+    assert block is not None
+    block.tensor.fill_(7)
+    for each in held:
+        each()
+    assert places.value(stored) == 3
+    assert int(block.tensor.min()) == int(block.tensor.max()) == 7
+    places.arena.free(block)

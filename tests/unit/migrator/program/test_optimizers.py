@@ -16,7 +16,7 @@ from tests.unit.migrator.runtime.test_rest import Pages
 from torch_tiers import paging
 from torch_tiers.bench.watch import Watch
 from torch_tiers.migrator.program import optimizers
-from torch_tiers.migrator.program.optimizers import Optimizers
+from torch_tiers.migrator.program.optimizers import Optimizers, all_alive
 from torch_tiers.migrator.streams.host import HostCompute
 
 
@@ -199,3 +199,14 @@ def test_while_hooks_rest_no_peak_is_looked_at(told: list[str]) -> None:
             model(torch.randn(256, 64)).square().mean().backward()
             optimizer.step()
     assert told == ["step over"] * 4
+
+
+def test_each_optimizer_that_is_there_is_found_also_before_it_steps_and_none_that_is_being_made() -> None:
+    class Unfinished(torch.optim.SGD):
+        def __init__(self) -> None:
+            pass
+
+    optimizer, unfinished = torch.optim.SGD([torch.zeros(1)]), Unfinished()
+    found = all_alive()
+    assert any(each is optimizer for each in found)
+    assert not any(each is unfinished for each in found)
