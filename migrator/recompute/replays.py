@@ -155,6 +155,8 @@ class Replays:
     ----------
     choices : object
         The program's kernel choices when the forward began: one object for all that are equal.
+    packs : Packs or None
+        What was packed of this record's tensors; None while nothing is recorded.
 
     Parameters
     ----------
@@ -169,7 +171,7 @@ class Replays:
         self._is_fixed = is_fixed
         self._fixed: set[int] = set()
         self._records_now = False  # whether this thread may have a record under way
-        self._packs: Packs | None = None
+        self.packs: Packs | None = None
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
         self._calls: dict[Call, weakref.ref[Replay]] = {}  # what is dropped, by the operator that made it
@@ -196,16 +198,16 @@ class Replays:
         self._forwards += 1
         if self._forwards > FORWARDS:
             self.end()
-        if self._packs is None:
+        if self.packs is None:
             if self._records_now:  # an interrupt came between the next lines: nobody could record after that
                 self._recorder.stop()
             self._records_now = True  # before the record begins, so that an interrupt right after that is noticed
             self._records_now = self._recorder.begin()
             if self._records_now:
-                self._packs = self._recorder.packs()
+                self.packs = self._recorder.packs()
         self._gathering = gathering
-        if self._packs is not None and gathering.storages:
-            self._packs.refilled(gathering.storages)
+        if self.packs is not None and gathering.storages:
+            self.packs.refilled(gathering.storages)
         now = choices()
         self._settings, self.choices = self._recorder.settings(), self._chosen.setdefault(now, now)
 
@@ -215,7 +217,7 @@ class Replays:
         if self._gathering is not None:
             self._gathering.changed()  # asked now: an optimizer in backward may change some before the first replay
         if self._records_now:
-            self._packs = None
+            self.packs = None
             self._records += 1
             self._calls.clear()
             self._recorder.stop()
@@ -226,17 +228,17 @@ class Replays:
 
     def forget_dead(self) -> None:
         """Forget tensors packed in forwards that no graph holds any more."""
-        if self._packs is not None:
-            self._packs.forget_dead()
+        if self.packs is not None:
+            self.packs.forget_dead()
 
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
         """Remember what the graph holds for a tensor at a site, as others may be recomputed from it."""
-        if self._packs is not None:
-            self._packs.note(tensor, packed, key)
+        if self.packs is not None:
+            self.packs.note(tensor, packed, key)
 
     def find(self, base: Tensor) -> Replay | None:
         """Return the replay of a tensor's whole storage; None if there is none."""
-        packs = self._packs
+        packs = self.packs
         found = None if packs is None else packs.find(base, self._settings, self._is_written_by_operators_only)
         if found is None:
             return None

@@ -83,18 +83,20 @@ class Verified(NamedTuple):
 
         Returns None if they do not, or if there is no replay.
         """
-        found = self._candidate(base, replays)
-        return None if found is None or self.took(found, 0, base) is None else replays.joined(found)
+        if not self._holds_for(base, replays):
+            return None
+        found = replays.find(base)
+        if found is None or (found.names[0] not in self.held and self.took(found, 0, base) is None):
+            return None
+        return replays.joined(found)
 
     def untried(self, base: Tensor, replays: Replays) -> Replay | None:
         """Return the replay of a tensor that has another shape than all that were tried; None if there is none."""
-        found = self._candidate(base, replays)
+        found = replays.find(base) if self._holds_for(base, replays) else None
         return None if found is None or self.took(found, 0, base) is not None else found
 
-    def _candidate(self, base: Tensor, replays: Replays) -> Replay | None:
-        if base._version != self.version or replays.choices is not self.choices:
-            return None
-        return replays.find(base)
+    def _holds_for(self, base: Tensor, replays: Replays) -> bool:
+        return base._version == self.version and replays.choices is self.choices
 
     def took(self, replay: Replay, index: int, base: Tensor) -> Took | None:
         """Return the cost of one result of a replay, if that was verified; else None.

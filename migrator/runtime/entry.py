@@ -26,10 +26,12 @@ from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.program.by_parameter import Step
 from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.runtime import optimizer_loads, optimizer_steps
 from torch_tiers.migrator.runtime.without_modules import WithoutModules
 from torch_tiers.migrator.saved.mover import Mover
 from torch_tiers.migrator.saved.saver import Saver
+from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.saved.tensors import Calls, HookTensors
 from torch_tiers.migrator.streams import peaks
 from torch_tiers.migrator.streams.host import HostCompute
@@ -316,7 +318,7 @@ def _keep_dynamo_out() -> None:
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     of_engines = (Engine.relieve, Engine.prefetch)
-    of_movers_and_savers = (Mover.take, Mover.restore, Saver.drop, Saver.note, Saver.bypass)
+    of_movers_and_savers = (Mover.take, Mover.restore, Saver.drop, Saver.bypass, Verified.find, Checks.look)
     by_the_shortcut = (*of_movers_and_savers, Replay.run, *of_engines, place_of_copy)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)
     entries = (_enter, _leave, _pause, _unpause, _stepping, _stepped, _disable, _enable)

@@ -40,9 +40,12 @@ class Planned(Protocol):
 class Recomputed:
     """The storage of dropped tensors, which it holds from the recomputation until their last use."""
 
-    __slots__ = ("__weakref__", "counter", "engine", "index", "nbytes", "replay", "tensor", "unused", "version")
+    __slots__ = (
+        *("__weakref__", "base", "counter", "engine", "index", "nbytes", "replay", "tensor", "unused", "version"),
+    )
 
     def __init__(self, base: Tensor, replay: Replay, index: int, engine: Engine) -> None:
+        self.base = weakref.ref(base)
         self.counter = engine.tensors.counter(base)
         self.version = self.counter._version
         self.nbytes = base.nbytes  # all of its storage
@@ -52,6 +55,10 @@ class Recomputed:
         self.engine = engine
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
         self.tensor: Tensor | None = None
+
+    def is_of(self, base: Tensor) -> bool:
+        """Return whether it recomputes the storage of this tensor, as it is now."""
+        return self.base() is base and self.version == base._version
 
     @property
     def over(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,14 +28,6 @@ from torch_tiers.migrator.saved.parts import is_part, may_be_outdated, taken_by,
 from torch_tiers.migrator.saved.spot_checks import Checks
 from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.streams import Stream
-
-
-class _Whole(NamedTuple):
-    """A dropped storage at one version of its tensor, and its recomputation."""
-
-    base: weakref.ref[Tensor]
-    version: int
-    made: weakref.ref[Recomputed]
 
 
 class Mover:
@@ -86,7 +77,7 @@ class Mover:
         room = LearningRoom(engine, self.filling, budget, keeps=keeps, spills=spills, lent=lent)
         self.plans = DevicePlans(engine, self.filling, learner, room, spills=spills)
         self._taken = 0  # storages, in this iteration
-        self._dropped: dict[int, _Whole] = {}  # what was dropped last of each storage
+        self.dropped: dict[int, weakref.ref[Recomputed]] = {}  # what was dropped last of each storage, by `Known.cdata`
         self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
         self._allocated_before = engine.compute.allocated()
         engine.hbm.limit = self.filling.room
@@ -205,7 +196,10 @@ class Mover:
         self.engine.begin_backward()
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
-        """Drop a saved tensor that is recomputed later; put it into a group if the recomputation no longer holds."""
+        """Drop a saved tensor that is recomputed later; put it into a group if the recomputation no longer holds.
+
+        `native/drop.h` has a shortcut.
+        """
         if make.key in self.checks.refused:
             return self.take(tensor, make.key, None, kind)
         fresh = None
@@ -214,16 +208,17 @@ class Mover:
             base = base_of(tensor)
             made = None if known.made is None else known.made()
             if made is None:  # its neighbour may be dropped: parts of a fused projection are made at once
-                before = self._dropped.get(known.cdata)
-                if before is not None and before.base() is base and before.version == base._version:
-                    made = before.made()
+                before = self.dropped.get(known.cdata)
+                neighbour = None if before is None else before()
+                if neighbour is not None and neighbour.is_of(base):
+                    made = neighbour
             if made is None:
                 # What was seen since may be other than what the plan was made with, and the plan the same.
                 found = find(self.verified.get(make.key, make.verified), base)
                 if found is None:
                     return self.take(tensor, make.key, None, kind)
                 made = fresh = Recomputed(base, *found, self.engine)
-                self._dropped[known.cdata] = _Whole(weakref.ref(base), base._version, weakref.ref(made))
+                self.dropped[known.cdata] = weakref.ref(made)
             known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
             dropped = Dropped(tensor, made, make, record)
@@ -340,7 +335,7 @@ class Mover:
 
     def _begin(self) -> None:
         self._taken = 0
-        self._dropped.clear()
+        self.dropped.clear()
         self._held_back.clear()
         self.storages = self._tensors.Storages()
         self.engine.hbm.position = -1

@@ -82,7 +82,7 @@ class Saver(OnStack):
     ) -> None:
         super().__init__()
         self._movable = Movable(tensors)
-        self._replays = None if recorder is None else Replays(recorder, self._movable.is_weight)
+        self.replays = None if recorder is None else Replays(recorder, self._movable.is_weight)
         self._forks = _forks
         self.modules: Modules[Action] = Modules()
         self.place = self.modules.place
@@ -94,13 +94,13 @@ class Saver(OnStack):
         self._root_begins = root_begins
         self._iteration_over = iteration_over
         self._allowance = allowance
-        self._observer = Observer(self._movable, self._replays)
+        self._observer = Observer(self._movable, self.replays)
 
     def pop(self) -> None:
         """Switch the hooks off for good. If somebody else's hooks lie on top of them, keep every tensor from now on."""
         self.take_off()
-        if self._replays is not None:
-            self._replays.end()
+        if self.replays is not None:
+            self.replays.end()
         self._agenda = self.place.agenda = Agenda()
         self.movers.disarm()
         self._listen()
@@ -138,22 +138,22 @@ class Saver(OnStack):
                 self.unpause_after_interrupt()
             for armed in self.movers.armed:  # a forward that raised, before one that saves nothing, such as validation
                 armed.collect()
-            if self.place.recording and self._replays is not None:
-                self._replays.forget_dead()
+            if self.place.recording and self.replays is not None:
+                self.replays.forget_dead()
             self.movers.forget_dead_forward()
             self._movable.forward_begins(module)
             # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
             finds = self.place.recording or self._agenda.makes or not self.movers.by_device
-            if self._replays is not None:
+            if self.replays is not None:
                 gathering = self._movable.gathered.of(module, afresh=self.place.recording) if finds else None
-                self._replays.forward_begins(gathering)
+                self.replays.forward_begins(gathering)
             self._root_begins(self, module)
         self.modules.enter(module)
 
     def stepped(self) -> None:
         """Take note that an optimizer has made a step."""
-        if self._replays is not None:  # where hooks are bypassed backward may not have been heard of
-            self._replays.end()
+        if self.replays is not None:  # where hooks are bypassed backward may not have been heard of
+            self.replays.end()
 
     def leave(self) -> None:
         """A forward ends, also by an exception."""
@@ -238,8 +238,8 @@ class Saver(OnStack):
 
     def note(self, tensor: Tensor, packed: Packed, key: str) -> None:
         """Remember what the graph holds for a tensor, as others may be recomputed from it."""
-        if self._replays is not None:
-            self._replays.note(tensor, packed, key)
+        if self.replays is not None:
+            self.replays.note(tensor, packed, key)
 
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack a tensor while the iteration is recorded: record it, and have a recomputation of it tried."""
@@ -300,8 +300,8 @@ class Saver(OnStack):
         if _graph_task() == -1:
             return  # somebody looks at `grad_fn._saved_*`
         self.place.in_backward = True
-        if self._replays is not None:
-            self._replays.end()
+        if self.replays is not None:
+            self.replays.end()
         for mover in self.movers.armed:
             mover.begin_backward()
 

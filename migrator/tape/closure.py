@@ -9,6 +9,7 @@ long as nobody writes its leaves behind everybody's back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +26,18 @@ class Packs:
     """What was packed of saved tensors: closures that are found here begin with that, wherever it is by then.
 
     Of the record under way when it was made; of `Recorder.packs`.
+
+    Attributes
+    ----------
+    note : callable
+        Remembers what was packed of a tensor at a site (tensor, packed, key), without keeping it alive; of a tuple its
+        first. Nothing is remembered of a part of a storage, which could move alone.
     """
 
     def __init__(self, library: native.Recorder) -> None:
         self._library = library
         self._handle = library.packs()
+        self.note: Callable[[Tensor, Any, str], None] = partial(library.note, self._handle)
 
     def refilled(self, storages: Collection[int]) -> None:
         """Say of storages, by the number that `UntypedStorage` has, that they are emptied and filled again.
@@ -38,13 +46,6 @@ class Packs:
         them. A closure begins with those that are full when it is found, and raises where one is empty when it runs.
         """
         self._library.refilled(self._handle, [*storages])
-
-    def note(self, tensor: Tensor, packed: Any, key: str) -> None:
-        """Remember what was packed of a tensor at a site, without keeping it alive; of a tuple its first.
-
-        Nothing is remembered of a part of a storage, which could move alone.
-        """
-        self._library.note(self._handle, tensor, packed, key)
 
     def forget_dead(self) -> None:
         """Remember no more what was packed of tensors that no graph holds any longer."""

@@ -14,25 +14,30 @@
 namespace {
 
 struct DroppedSlots {
-  PyTypeObject *type;
+  PyTypeObject *type, *made_type;
+  PyObject *look;  // the class `Look` of `saved/packed.py`
   struct {
     Py_ssize_t go, made, record, dtype, size, stride, first, was_used;
   } dropped;
   struct {
-    Py_ssize_t counter, engine, index, nbytes, replay, tensor, unused, version;
+    Py_ssize_t base, counter, engine, index, nbytes, replay, tensor, unused, version;
   } made;
 
   static DroppedSlots find() {
-    THPObjectPtr module(PyImport_ImportModule("torch_tiers.migrator.saved.dropped"));
+    THPObjectPtr module(PyImport_ImportModule("torch_tiers.migrator.saved.dropped")),
+        packed(PyImport_ImportModule("torch_tiers.migrator.saved.packed"));
     THPObjectPtr dropped(module ? PyObject_GetAttrString(module, "Dropped") : nullptr);
     THPObjectPtr made(module ? PyObject_GetAttrString(module, "Recomputed") : nullptr);
-    if (!dropped || !made) throw python_error();
+    THPObjectPtr look(packed ? PyObject_GetAttrString(packed, "Look") : nullptr);
+    if (!dropped || !made || !look) throw python_error();
     const auto of = [](THPObjectPtr &type, const char *name) { return slot_of(type.get(), name); };
-    return {reinterpret_cast<PyTypeObject *>(dropped.get()),  // which lives as long as its module
+    return {reinterpret_cast<PyTypeObject *>(dropped.get()),  // these live as long as their modules
+            reinterpret_cast<PyTypeObject *>(made.get()),
+            look.get(),
             {of(dropped, "go"), of(dropped, "made"), of(dropped, "record"), of(dropped, "dtype"), of(dropped, "size"),
              of(dropped, "stride"), of(dropped, "first"), of(dropped, "was_used")},
-            {of(made, "counter"), of(made, "engine"), of(made, "index"), of(made, "nbytes"), of(made, "replay"),
-             of(made, "tensor"), of(made, "unused"), of(made, "version")}};
+            {of(made, "base"), of(made, "counter"), of(made, "engine"), of(made, "index"), of(made, "nbytes"),
+             of(made, "replay"), of(made, "tensor"), of(made, "unused"), of(made, "version")}};
   }
 };
 

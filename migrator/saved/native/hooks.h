@@ -12,6 +12,7 @@
 #include <chrono>
 #include <utility>
 
+#include "drop.h"
 #include "dropped.h"
 #include "moved.h"
 #include "occupancy.h"
@@ -33,7 +34,8 @@ struct Slots {
   } stay;
   struct {
     Py_ssize_t mover, pace;
-  } go, recompute;
+  } go;
+  RecomputeSlots recompute;
   DroppedSlots of_dropped;
 };
 
@@ -127,7 +129,11 @@ void tell(PyObject *mover, PyObject *nbytes, PyObject *pace) {
   told(engine, nbytes, pace);
 }
 
-bool captures(PyObject *mover) {
+bool captures(PyObject *mover, PyObject *tensor) {
+  const c10::Device device = THPVariable_Unpack(tensor).device();
+  const auto *guard = c10::impl::device_guard_impl_registry[size_t(device.type())].load();
+  // Nobody can capture the default stream, and to ask CUDA takes microseconds.
+  if (device.is_cuda() && guard && guard->getStream(guard->getDevice()).id() == 0) return false;
   THPObjectPtr engine = engine_of(mover), compute(PyObject_GetAttr(engine, names().compute));
   THPObjectPtr answer(compute ? PyObject_CallMethodNoArgs(compute, names().capturing) : nullptr);
   const int is = answer ? PyObject_IsTrue(answer) : -1;
@@ -169,6 +175,15 @@ THPObjectPtr noted(const Hook &hook, PyObject *node) {
   return key;
 }
 
+// `Saver.note`.
+void note(PyObject *saver, PyObject *tensor, PyObject *packed, PyObject *key) {
+  THPObjectPtr replays = attribute(saver, names().replays);
+  if (replays.get() == Py_None) return;
+  THPObjectPtr packs = attribute(replays, names().packs);
+  if (packs.get() == Py_None) return;
+  checked(PyObject_CallMethodObjArgs(packs, names().note, tensor, packed, key, nullptr));
+}
+
 void count_one(const Hook &hook, PyObject *node) {
   const Py_ssize_t slot = hook.own.slots.node.count;
   put(node, slot, number_of(PyLong_AsSsize_t(at(node, slot)) + 1));
@@ -195,11 +210,12 @@ PyObject *pack_gone(const Hook &hook, PyObject *node, PyObject *action, PyObject
   const bool goes = Py_TYPE(action) == slots.go_type;
   Spent::is(goes ? kMoves : kRemade);
   PyObject *mover = at(action, goes ? slots.go.mover : slots.recompute.mover);
-  if (!memory(tensor, hook.least) || captures(mover)) return nullptr;
+  if (!memory(tensor, hook.least) || captures(mover, tensor)) return nullptr;
   count_one(hook, node);
   tell<enter>(mover, names().no_bytes, at(action, goes ? slots.go.pace : slots.recompute.pace));
   PyObject *gone = goes ? PyObject_CallMethodObjArgs(mover, names().take, tensor, names().nothing, action, nullptr)
-                        : PyObject_CallMethodObjArgs(hook.saver, names().drop, tensor, action, nullptr);
+                        : drop(slots.of_dropped, slots.recompute, hook.saver, action, tensor);
+  if (!gone && !goes) gone = PyObject_CallMethodObjArgs(hook.saver, names().drop, tensor, action, nullptr);
   if (!gone) throw python_error();
   return gone;
 }
@@ -217,10 +233,7 @@ PyObject *pack(const Hook &hook, PyObject *tensor) {
   THPObjectPtr packed;
   if (kind == slots.stay_type) packed = pack_kept(hook, node, action, tensor);
   if (kind == slots.go_type || kind == slots.recompute_type) packed = pack_gone(hook, node, action, tensor);
-  if (packed && key) {
-    THPObjectPtr none(PyObject_CallMethodObjArgs(hook.saver, names().note, tensor, packed.get(), key.get(), nullptr));
-    if (!none) throw python_error();
-  }
+  if (packed && key) note(hook.saver, tensor, packed, key);
   return packed.release();
 }
 
@@ -297,7 +310,8 @@ Slots slots_of(PyObject *place) {
        slot_of(node, "actions"), slot_of(node, "noted")},
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
       {slot_of(go, "mover"), slot_of(go, "pace")},
-      {slot_of(recompute, "mover"), slot_of(recompute, "pace")},
+      {slot_of(recompute, "mover"), slot_of(recompute, "pace"), slot_of(recompute, "key"),
+       slot_of(recompute, "verified")},
       DroppedSlots::find(),
   };
 }

@@ -273,13 +273,21 @@ PyObject *moved_view(PyObject *self, PyObject *buffer) {
   END_HANDLE_TH_ERRORS
 }
 
+THPObjectPtr tuple_of(c10::IntArrayRef numbers) {
+  THPObjectPtr all = checked(PyTuple_New(Py_ssize_t(numbers.size())));
+  for (size_t k = 0; k < numbers.size(); ++k)
+    PyTuple_SET_ITEM(all.get(), Py_ssize_t(k), checked(THPUtils_packInt64(numbers[k])).release());
+  return all;
+}
+
+// As `Tensor.size()` returns it.
+THPObjectPtr size_of(c10::IntArrayRef size) {
+  return checked(PyObject_CallOneArg(reinterpret_cast<PyObject *>(&THPSizeType), tuple_of(size)));
+}
+
 PyObject *moved_size(PyObject *self, void *) {
   HANDLE_TH_ERRORS
-  const Numbers &size = reinterpret_cast<Moved *>(self)->own.size;
-  THPObjectPtr numbers(PyTuple_New(Py_ssize_t(size.size())));
-  if (!numbers) return nullptr;
-  for (size_t k = 0; k < size.size(); ++k) PyTuple_SET_ITEM(numbers.get(), Py_ssize_t(k), THPUtils_packInt64(size[k]));
-  return PyObject_CallOneArg(reinterpret_cast<PyObject *>(&THPSizeType), numbers.get());
+  return size_of(reinterpret_cast<Moved *>(self)->own.size).release();
   END_HANDLE_TH_ERRORS
 }
 

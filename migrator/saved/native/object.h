@@ -19,6 +19,12 @@ THPObjectPtr own(PyObject *object) {
   return THPObjectPtr(object);
 }
 
+// What a function of Python's returned, if it did not raise.
+THPObjectPtr checked(PyObject *fresh) {
+  if (!fresh) throw python_error();
+  return THPObjectPtr(fresh);
+}
+
 const at::Tensor &tensor_of(PyObject *object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), "a tensor is wanted");
   return THPVariable_Unpack(object);

@@ -36,10 +36,15 @@ struct Names {
            *drop = PyUnicode_InternFromString("drop"), *note = PyUnicode_InternFromString("note"),
            *nothing = PyUnicode_InternFromString(""), *no_bytes = PyLong_FromLong(0),
            *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
-           *makes = PyUnicode_InternFromString("makes"), *resting = PyUnicode_InternFromString("resting"),
-           *bypassed = PyUnicode_InternFromString("bypassed"), *bypass = PyUnicode_InternFromString("bypass"),
-           *period_due = PyUnicode_InternFromString("period_due"), *paused = PyUnicode_InternFromString("paused"),
-           *calls = PyUnicode_InternFromString("torch_tiers.calls"),
+           *makes = PyUnicode_InternFromString("makes"), *checks = PyUnicode_InternFromString("checks"),
+           *refused = PyUnicode_InternFromString("refused"), *replays = PyUnicode_InternFromString("replays"),
+           *packs = PyUnicode_InternFromString("packs"), *dropped = PyUnicode_InternFromString("dropped"),
+           *storages = PyUnicode_InternFromString("storages"), *recorder = PyUnicode_InternFromString("recorder"),
+           *verified = PyUnicode_InternFromString("verified"), *find = PyUnicode_InternFromString("find"),
+           *on = PyUnicode_InternFromString("on"), *look = PyUnicode_InternFromString("look"),
+           *resting = PyUnicode_InternFromString("resting"), *bypassed = PyUnicode_InternFromString("bypassed"),
+           *bypass = PyUnicode_InternFromString("bypass"), *period_due = PyUnicode_InternFromString("period_due"),
+           *paused = PyUnicode_InternFromString("paused"), *calls = PyUnicode_InternFromString("torch_tiers.calls"),
            *not_counted = PyTuple_Pack(1, THPObjectPtr(PyUnicode_InternFromString("count")).get());
 };
 

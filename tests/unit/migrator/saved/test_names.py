@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
+from tests.unit.natively import built
 from tests.unit.rig import Rig
 from torch_tiers.migrator.program.optimizers import Optimizers
-from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.recompute.replays import Replay, Replays
+from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.saved import native
+from torch_tiers.migrator.saved.garbage import Allowance
 from torch_tiers.migrator.saved.saver import Saver
 from torch_tiers.migrator.saved.stack import OnStack
 from torch_tiers.migrator.streams import Compute
+from torch_tiers.migrator.tape.closure import Packs
 
 NAMED = re.compile(r'InternFromString\("(\w+)"\)')
 ARGUMENTS = {"count"}
@@ -21,12 +26,16 @@ def test_every_name_that_cpp_calls_is_a_method_or_attribute_of_what_it_is_called
     rig = Rig()
     called_on = {
         "engine": rig.mover,
-        "take": rig.mover,
-        "restore": rig.mover,
+        **dict.fromkeys(("take", "restore", "checks", "dropped", "storages", "recorder", "verified"), rig.mover),
+        **dict.fromkeys(("refused", "on", "look"), rig.mover.checks),
+        "find": Verified,
+        "replays": Saver(lambda device: None, lambda *_: None, lambda _: None, Allowance(), built()),
+        "packs": Replays(mock.Mock(), lambda storage: False),
+        "note": Packs(mock.Mock()),
         "compute": rig.engine,
         **dict.fromkeys(("hbm", "relieve", "prefetch"), rig.engine),
         "capturing": Compute,
-        **dict.fromkeys(("drop", "note"), Saver),
+        "drop": Saver,
         **dict.fromkeys(("inputs", "run", "makes"), Replay),
         **dict.fromkeys(("resting", "bypassed", "bypass", "paused"), OnStack()),
         "period_due": Optimizers(),

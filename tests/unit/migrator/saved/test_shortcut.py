@@ -7,6 +7,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ class _Mover:
 
     def __init__(self) -> None:
         self.engine = _Engine()
+        self.storages, self.dropped, self.verified = built().Storages(), {}, {}
+        self.checks = SimpleNamespace(refused={"s"}, on=False)
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
         self.engine.told.append(("take", key, kind))
@@ -93,7 +96,7 @@ class _Rig:
         self.iterations = 0
         self.saver = saver = Saver(lambda device: self.mover, lambda *_: None, self._over, Allowance(), built())
         self.pack, self.unpack = saver.hooks if shortcut else (saver.pack, saver.unpack)
-        saver.note = self._note  # type: ignore[method-assign]
+        saver.replays = SimpleNamespace(note=self._note, packs=SimpleNamespace(note=self._note), end=lambda: None)  # type: ignore[assignment]
 
     def _note(self, tensor: Tensor, packed: object, key: str) -> None:
         self.mover.engine.told.append(("note", tensor.shape, key))
