@@ -81,14 +81,17 @@ def picture(speeds: Sequence[Speed]) -> str:
 
 
 def shown(speeds: Sequence[Speed]) -> list[list[str]]:
-    """The report's table: all that is known."""
+    """The report's table: all that is known, budget by budget."""
     table = [["program", "budget", "plain, ms", "GiB", "speed", *BESIDE, "card, day", ""]]
-    for one in speeds:
-        row = [one["program"], f"{one['budget']}%", _number(one.get("plain_ms")), _number(one.get("plain_gib"))]
-        row += [f"{one['speed']:.3f}" + ("" if one["settled"] else " ~"), *(_beside(one, way) for way in BESIDE)]
-        table.append([*row, f"{one['card']} {one['day']}", one.get("note", "")])
-    _, (_, middle), *_ = claims(speeds)
-    return [*table, [f"median at {CLAIMED}%", "", "", "", middle, *[""] * len(BESIDE), "", ""]]
+    for budget in sorted({one["budget"] for one in speeds}, reverse=True):
+        of = [one for one in speeds if one["budget"] == budget]
+        for one in of:
+            row = [one["program"], f"{budget}%", _number(one.get("plain_ms")), _number(one.get("plain_gib"))]
+            row += [f"{one['speed']:.3f}" + ("" if one["settled"] else " ~"), *(_beside(one, way) for way in BESIDE)]
+            table.append([*row, f"{one['card']} {one['day']}", one.get("note", "")])
+        middle = f"**{median(one['speed'] for one in of):.3f}** of {len(of)} programs"
+        table.append([f"median at {budget}%", "", "", "", middle, *[""] * len(BESIDE), "", ""])
+    return table
 
 
 def _beside(one: Speed, way: str) -> str:

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.zoo import predicted
 from benchmarks.zoo.program import PROGRAMS, SIZES, has_own, lacking, ranks
 from benchmarks.zoo.results import OWN, Record, read, table, write
 from benchmarks.zoo.run import DETERMINISTIC
@@ -147,7 +148,10 @@ class Driver:
         said = about(runs)
         if said is None:
             return {"error": "the plain program did not end: raise --timeout"}
-        return {"error": "", "rows": {row["variant"]: row for row in json.loads(printed)}, **said}
+        rows = {row["variant"]: row for row in json.loads(printed)}
+        ours = {name: runs / f"0-{name.replace(' ', '-')}" for name in rows if name.startswith("tiers ")}
+        told = {name: one for name, run in ours.items() if (one := predicted.of_run(run)) is not None}
+        return {"error": "", "rows": rows, "predicted": told, **said}
 
     def _keep(self, program: str, record: dict[str, Any]) -> None:
         if self.until == -math.inf:

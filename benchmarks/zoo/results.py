@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.zoo import predicted
 from benchmarks.zoo.program import PROGRAMS
 
 GiB = 1 << 30
@@ -52,7 +53,8 @@ def table(found: Mapping[str, Record]) -> str:
     note = (
         "Fractions are of plain's speed, in brackets the memory as a share of plain's; ~ marks plans that changed late."
     )
-    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in rows), "", note, *_about(done.values()), *failed])
+    speeds = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([*speeds, "", note, *predicted.table(done), *_about(done.values()), *failed])
 
 
 def _cell(row: Record | None, plain: int) -> str:

@@ -164,10 +164,11 @@ def test_the_table(tmp_path: Path) -> None:
         "tiers auto at 45%": row(None, reason="ended with code 1: no room", losses=""),
         "own checkpointing": own,
     }
+    told = {"ideal_s": 0.19, "predicted_s": 0.24, "measured_s": 0.276}
     known = {"error": "", "state": 4 * GiB, "device": "H100", "torch": "2.13", "clock": 1500, "host_us": 201.0}
     drifts = {"plain": rows["plain"], "tiers auto at 60%": row(0.9, losses="differ from the 2nd on, by up to 5.0e-01")}
     found = {
-        "gpt": known | {"rows": rows},
+        "gpt": known | {"rows": rows, "predicted": {"tiers auto at 60%": told}},
         "vit": known | {"rows": drifts, "host_us": 250.0},
         "bert": {"error": "no transformers"},
     }
@@ -179,10 +180,12 @@ def test_the_table(tmp_path: Path) -> None:
     )
     parted = "tiers auto at 60%: differ from the 2nd on, by up to 5.0e-01"
     assert f"| vit | 200.0 | 20.0 | 20% | 0.900 (60%) |  |  | {parted} |" in lines
-    told = (
+    assert "| gpt | tiers auto at 60% | 200.0 | 190.0 (-5%) | 240.0 | 276.0 (+15%) |" in lines
+    assert "Predictions are 15.0% off in the median, 15% at most; 1 of 1 by more than 10%." in "\n".join(lines)
+    about = (
         "1500 to 1500 MHz when plain runs ended; 201 to 250 us of the host for a fixed piece of the interpreter's work"
     )
-    assert f"On H100, torch 2.13; {told}." in lines
+    assert f"On H100, torch 2.13; {about}." in lines
     assert lines[-2:] == ["- bert: no transformers", "- gpt, tiers auto at 45%: ended with code 1: no room"]
 
 
