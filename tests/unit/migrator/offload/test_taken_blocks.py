@@ -159,23 +159,26 @@ def test_what_is_interrupted_as_it_is_queued_touches_nobodys_memory_later(what: 
     stored = places.on_nvme(3)
     for _ in range(6):
         places.on_nvme(0)
-    plain = getattr(RequestPool, what)
+    goes = places.backing.new(PAGE, 0, "nvme")
 
     def interrupted(pool: RequestPool, request: Callable[[], None]) -> None:
-        held.append(lambda: plain(pool, request))  # queued, and carried out later
+        queued.append(request)
         raise KeyboardInterrupt
 
-    held = list[Callable[[], None]]()
+    queued = list[Callable[[], None]]()
     with mock.patch.object(RequestPool, what, interrupted), pytest.raises(KeyboardInterrupt):
         if what == "read":
             places.value(stored)
         else:
-            places.on_nvme(4)
-    block = places.arena.allocate(PAGE)
-    assert block is not None
-    block.tensor.fill_(7)
-    for each in held:
-        each()
+            places.filled(goes)
+    places.backing.drop(goes)
+    all_of_dram = [places.backing.new(PAGE, 0, "nvme") for _ in range(4)]  # what is being written is over then
+    blocks = [group.block.tensor.fill_(7) for group in all_of_dram if group.block is not None]
+    asked = len(places.store.reads), len(places.store.writes)
+    for request in queued:
+        request()  # as the pool does with the next one
+    assert (len(places.store.reads), len(places.store.writes)) == asked
+    assert len(blocks) == 4 and all(int(block.min()) == int(block.max()) == 7 for block in blocks)
+    for group in all_of_dram:
+        places.backing.drop(group)
     assert places.value(stored) == 3
-    assert int(block.tensor.min()) == int(block.tensor.max()) == 7
-    places.arena.free(block)
