@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Protocol
 
@@ -62,8 +61,8 @@ class Listener(Protocol):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
 
-    def loading(self, optimizer: torch.optim.Optimizer, /) -> AbstractContextManager[optimizer_loads.ReplaceLoaded]:
-        """An optimizer loads its state within this scope, which yields what replaces a loaded value."""
+    @property
+    def loading(self) -> optimizer_loads.Loading: ...  # noqa: D102
 
     def run_step(self, optimizer: torch.optim.Optimizer, step: Step, /) -> Any:
         """Make a step of an optimizer that updates each parameter by itself; `step` makes a whole one."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -20,8 +20,18 @@ ReplaceLoaded: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``f(parameter, value)``: what the optimizer's state of a parameter is to have in place of a loaded value."""
 
 
-def install(loading: Callable[[Optimizer], AbstractContextManager[ReplaceLoaded]]) -> None:
-    """Have optimizers load their state within the scope that `loading` returns, which yields what replaces a value."""
+class Loading(Protocol):
+    """What is told of a load."""
+
+    def __call__(self, optimizer: Optimizer, given: object, /) -> AbstractContextManager[ReplaceLoaded]:
+        """An optimizer loads its state within this scope, which yields what replaces a loaded value.
+
+        `given` is what it loads, as a rule a state dict. Nobody has looked at it yet.
+        """
+
+
+def install(loading: Loading) -> None:
+    """Have optimizers load their state within the scope that `loading` returns."""
     global _plain, _ours
     plain, plain_process = _plain = Optimizer.load_state_dict, Optimizer._process_value_according_to_param_policy
 
@@ -31,7 +41,7 @@ def install(loading: Callable[[Optimizer], AbstractContextManager[ReplaceLoaded]
         if is_compiling() or _ours is None or _ours[0] is not load_state_dict:
             return plain(self, *args, **kwargs)
         around = getattr(_thread, "loaded", None)
-        with loading(self) as _thread.loaded:
+        with loading(self, args[0] if args else kwargs.get("state_dict")) as _thread.loaded:
             try:
                 return plain(self, *args, **kwargs)
             finally:

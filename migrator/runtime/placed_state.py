@@ -21,6 +21,7 @@ from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
 from torch_tiers.migrator.runtime.optimizer_loads import ReplaceLoaded
 from torch_tiers.migrator.runtime.savers import Savers
 from torch_tiers.migrator.runtime.state_room import (
+    copies_in,
     rooms_before_training,
     shortages,
     shortages_before_training,
@@ -95,15 +96,18 @@ class PlacedState:
         self.over()
 
     @contextmanager
-    def loading(self, optimizer: Optimizer) -> Iterator[ReplaceLoaded]:
-        """An optimizer loads its state in this scope, which yields what replaces a loaded value."""
+    def loading(self, optimizer: Optimizer, given: object) -> Iterator[ReplaceLoaded]:
+        """An optimizer loads its state in this scope, which yields what replaces a loaded value; `given` is all of it.
+
+        See `optimizer_loads.Loading`.
+        """
         pages, loaded = self._pages(), partial(self._nvme.put_loaded, optimizer)
         if pages is None:
             yield loaded
             return
         self._placed.pop(optimizer, None)
         is_within = self._thread.makes_state  # a step, or another's load
-        rooms = rooms_before_training(optimizer, pages)
+        rooms = rooms_before_training(optimizer, pages, copies_in(given, optimizer))
         self._begin(pages, rooms)
         self._nvme.expect(optimizer, pages, rooms)
         try:

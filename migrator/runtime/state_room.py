@@ -56,11 +56,30 @@ def shortages_before_training(
     return found
 
 
-def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[int, StateRoom]:
+def copies_in(given: object, optimizer: Optimizer) -> float:
+    """Return how many times as large as what it trains the state is that an optimizer loads from a state dict.
+
+    Where that cannot be told it is `COPIES`: PyTorch will say what is wrong with the state dict.
+    """
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    try:
+        state, groups = given["state"], given["param_groups"]  # type: ignore[index]
+        numbers = [number for group in groups for number in group["params"]]
+        nbytes = sum(
+            tensor.numel() * parameter.element_size()  # it is cast to the parameter's type
+            for number, parameter in zip(numbers, parameters, strict=True)
+            for tensor in weights.tensors_in(state.get(number))
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return COPIES
+    return nbytes / max(1, sum(parameter.nbytes for parameter in parameters if parameter.requires_grad))
+
+
+def rooms_before_training(optimizer: Optimizer, pages: PageAllocator, copies: float) -> dict[int, StateRoom]:
     """Return the room of each GPU by its number for state that is loaded, in place of what there is.
 
-    All else that is there leaves it, and gradients as large as the weights. What activations need is not known before
-    an iteration, which makes up for that with `shortages`.
+    That is so many `copies` of the parameters. All else that is there leaves it, and gradients as large as the weights.
+    What activations need is not known before an iteration, which makes up for that with `shortages`.
     """
     rooms = {}
     for device in {parameter.device for group in optimizer.param_groups for parameter in group["params"]}:
@@ -68,7 +87,7 @@ def rooms_before_training(optimizer: Optimizer, pages: PageAllocator) -> dict[in
             gradients = weights.bytes_on(device, _trained(optimizer, device, without_gradient=True))
             replaced = weights.bytes_on(device, weights.plain_tensors(weights.tensors_in(optimizer.state)))
             free = budget - pages.in_use(device) - gradients + replaced
-            rooms[device.index] = _room(optimizer, device, budget, free)
+            rooms[device.index] = _room(optimizer, device, budget, free, copies)
     return rooms
 
 
@@ -84,19 +103,19 @@ def _recorded(saver: Saver | None) -> Iterator[tuple[torch.device, int, int]]:
             yield device, mover.budget, others
 
 
-def _room(optimizer: Optimizer, device: torch.device, budget: int, free: int) -> StateRoom:
+def _room(optimizer: Optimizer, device: torch.device, budget: int, free: int, copies: float = COPIES) -> StateRoom:
     """The room for state in so many free bytes; a buffer takes a part of them, if not all of it has room."""
-    expected = COPIES * weights.bytes_on(device, _trained(optimizer, device))
+    expected = int(copies * weights.bytes_on(device, _trained(optimizer, device)))
     if free < expected:
-        free -= _buffer_bytes(optimizer, device, budget)
+        free -= _buffer_bytes(optimizer, device, budget, copies)
     return StateRoom(max(0, free), expected)
 
 
-def _buffer_bytes(optimizer: Optimizer, device: torch.device, budget: int) -> int:
+def _buffer_bytes(optimizer: Optimizer, device: torch.device, budget: int, copies: float = COPIES) -> int:
     """Bytes of the buffer by which state that lies in DRAM comes to HBM; 0 if none does."""
     if not may_be_split(optimizer):
         return 0
-    sizes = [COPIES * tensor.nbytes for tensor in _trained(optimizer, device)]
+    sizes = [int(copies * tensor.nbytes) for tensor in _trained(optimizer, device)]
     parts = [in_chunks(nbytes) if type(optimizer) in BY_ELEMENT else [nbytes] for nbytes in sizes]
     return buffer_bytes([nbytes for of in parts for nbytes in of if nbytes <= largest(budget)])
 

@@ -100,7 +100,7 @@ def test_state_that_is_loaded_leaves_room_for_gradients_and_makes_room_once_an_i
 ) -> None:
     other = program.another()
     other.step()
-    with program.placed.loading(program.optimizer):
+    with program.placed.loading(program.optimizer, None):
         program.optimizer.load_state_dict(other.state_dict())
     assert program.said == [BEFORE, False]
     program.recorded = True
@@ -137,7 +137,7 @@ def test_what_could_not_move_moves_in_a_later_step(program: Program) -> None:
 def test_state_that_is_loaded_once_more_makes_room_once_more(program: Program) -> None:
     program.recorded = True
     program.step()
-    with program.placed.loading(program.optimizer):
+    with program.placed.loading(program.optimizer, None):
         program.optimizer.load_state_dict(program.optimizer.state_dict())
     program.step(1)
     assert program.room_made == [LACKED]
@@ -151,7 +151,7 @@ def test_what_comes_after_a_step_that_raises_is_no_state_from_the_next_forward_o
 
 def test_a_load_within_a_step_does_not_end_the_steps_state(program: Program) -> None:
     program.placed.stepping(program.optimizer, 0)
-    with program.placed.loading(program.another()):
+    with program.placed.loading(program.another(), None):
         pass
     assert program.said == [{}, BEFORE]
     program.placed.stepped(program.optimizer)
@@ -223,7 +223,7 @@ def test_what_later_steps_allocate_is_no_state(program: Program) -> None:
 
 
 def test_what_comes_after_a_load_that_fails_is_no_state(program: Program) -> None:
-    with pytest.raises(ValueError, match="groups"), program.placed.loading(program.optimizer):
+    with pytest.raises(ValueError, match="groups"), program.placed.loading(program.optimizer, None):
         program.optimizer.load_state_dict({"state": {}, "param_groups": []})
     assert program.said == [BEFORE, False]
 
@@ -237,7 +237,8 @@ def test_pytorchs_load_is_within_our_scope_until_that_is_undone(program: Program
         return value + 1
 
     @contextmanager
-    def loading(optimizer: optim.Optimizer) -> Iterator[optimizer_loads.ReplaceLoaded]:
+    def loading(optimizer: optim.Optimizer, given: object) -> Iterator[optimizer_loads.ReplaceLoaded]:
+        assert given is saved
         within.append(optimizer)
         yield take
 

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 from torch_tiers.migrator.runtime import state_room
-from torch_tiers.migrator.runtime.state_room import shortages_before_training
+from torch_tiers.migrator.runtime.state_room import COPIES, copies_in, shortages_before_training
 
 CPU = torch.device("cpu")
 BUFFER = 10  # bytes, through which state comes from DRAM
@@ -45,3 +45,31 @@ def test_state_that_was_loaded_is_there_and_needs_no_hbm_where_it_lies_in_dram()
     needed = WEIGHTS + GRADIENTS + BUFFER
     assert lacking(needed, WEIGHTS + MOMENTS, in_dram=MOMENTS, steps=1) == 0
     assert lacking(needed, WEIGHTS + MOMENTS, in_dram=MOMENTS - 8, steps=1) == 8
+
+
+@pytest.mark.parametrize(
+    ("copies", "make"),
+    [
+        (0, lambda parameters: optim.SGD(parameters, 0.1)),
+        (1, lambda parameters: optim.SGD(parameters, 0.1, momentum=0.9)),
+        (2, lambda parameters: optim.AdamW(parameters)),
+        (3, lambda parameters: optim.AdamW(parameters, amsgrad=True)),
+    ],
+    ids=["SGD", "with momentum", "AdamW", "AMSGrad"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_loaded_counts_as_it_will_lie_there(copies: int, make: Any, dtype: torch.dtype) -> None:
+    """A checkpoint of fp32 weights may be loaded for bf16 ones."""
+    saved = [nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(10, 10))]
+    for parameter in saved:
+        parameter.grad = torch.ones_like(parameter)
+    (before := make(saved)).step()
+    optimizer = make([nn.Parameter(parameter.detach().to(dtype)) for parameter in saved])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1000), requires_grad=False)]})
+    before.add_param_group({"params": [nn.Parameter(torch.ones(1000), requires_grad=False)]})
+    assert copies_in(before.state_dict(), optimizer) == pytest.approx(copies, abs=0.05)
+
+
+@pytest.mark.parametrize("given", [None, {}, {"state": {}, "param_groups": []}, {"state": 1, "param_groups": [3]}])
+def test_what_no_state_dict_is_counts_as_usual(given: object) -> None:
+    assert copies_in(given, optim.AdamW([nn.Parameter(torch.ones(3))])) == COPIES
