@@ -247,8 +247,11 @@ class Session:
             if self._config.hbm.nbytes is not None:
                 self.runtime.options = replace(self.runtime.options, enforce=True)
 
-    def close(self) -> None:
-        """End: give everything back and write the run directory. Idempotent."""
+    def close(self, *, at_exit: bool = False) -> None:
+        """End: give everything back and write the run directory. Idempotent.
+
+        Optimizer state on NVMe comes back to memory first, unless the process ends as well (`at_exit`).
+        """
         if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
             return
         with ExitStack() as ending:  # in reverse order, and with the others where one is interrupted
@@ -262,6 +265,8 @@ class Session:
             if self._monitor is not None:
                 ending.callback(self._monitor.close)
             ending.callback(self.runtime.close)
+            if not at_exit:
+                ending.callback(self.runtime.nvme.bring_back)
             if self._losses is not None:
                 ending.callback(self._losses.uninstall)
 

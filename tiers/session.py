@@ -39,7 +39,7 @@ def install(config: Config) -> None:
     session.open()
     _opened.append(session)
     # Registered after PyTorch's own exit handlers, and so run before them: while the driver is still up.
-    atexit.register(session.close)
+    atexit.register(session.close, at_exit=True)
 
 
 def current() -> Session | None:

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.errors import TierFull, TiersError
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.program import optimizers
 from torch_tiers.migrator.program.by_parameter import BY_ELEMENT, may_be_split
 from torch_tiers.migrator.program.subclasses import is_dtensor, own_memory
 from torch_tiers.migrator.program.weights import tensors_in
@@ -151,6 +153,24 @@ class NvmePlacement:
                 lanes = state_lanes(device, self._counters)
                 self.states[device] = NvmeState(shared.compute, *lanes, backing, self._counters)
             return self.states[device]
+
+    def bring_back(self) -> None:
+        """Restore all state to device memory, as far as there is room: the session is about to end."""
+        if not self.nbytes:
+            return
+        log.info("bringing %s of optimizer state back from nvme", format_size(self.nbytes))
+        try:
+            for optimizer in optimizers.all_alive():
+                for state in optimizer.state.values():
+                    for name, value in state.items():
+                        if isinstance(value, NvmeTensor) and any(map(value.contents.lies_in, self.states.values())):
+                            state[name] = value.contents.restore()
+        except (torch.OutOfMemoryError, TiersError) as error:
+            log.warning(
+                "optimizer state that lies on nvme is lost with the session, as it cannot be brought back: %s. Save it "
+                "within the session",
+                error,
+            )
 
     def close(self) -> None:
         """Wait for copies that are under way."""

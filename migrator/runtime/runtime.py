@@ -68,7 +68,7 @@ class Runtime:
         self._streaming = Streaming(lambda: self.options, models, self._devices, self._counters, self._savers.others)
         self.backward_begins, self.backward_over = self._streaming.backward_begins, self._streaming.backward_over
         of_all, pages = (lambda: self.options, self._devices, self._counters), lambda: self.options.pages()
-        nvme = self._nvme = NvmePlacement(*of_all)
+        nvme = self.nvme = NvmePlacement(*of_all)
         self._state = PlacedState(pages, self._savers, self._streaming.moving, models.parameters, nvme)
         self.loading, self.run_step = self._state.loading, StreamedState(*of_all, self._state.masters, nvme)
         self._optimizers, self._allowance = Optimizers(), Allowance()
@@ -101,7 +101,7 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
-        with closing(self._devices), closing(self._nvme), closing(self.run_step):
+        with closing(self._devices), closing(self.nvme), closing(self.run_step):
             self._streaming.close()
 
     def advise(self, advisor: Advisor | None) -> None:
@@ -346,5 +346,5 @@ class Runtime:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        below = {"streamed_weights": self._streaming.nbytes, "state_on_nvme": self._nvme.nbytes}
+        below = {"streamed_weights": self._streaming.nbytes, "state_on_nvme": self.nvme.nbytes}
         return {**self._progress.numbers(), **below}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +148,16 @@ def test_an_end_that_is_interrupted_closes_the_tiers_all_the_same(
     with pytest.raises(KeyboardInterrupt):
         session.close()
     assert not any(thread.is_alive() for thread in pool._threads)
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_optimizer_state_on_nvme_is_brought_back_unless_the_process_ends_as_well(at_exit: bool) -> None:
+    """To read it takes minutes, and nobody would use it."""
+    opened = Session(load({"allocator": "torch"}).config)
+    opened.open()
+    with mock.patch.object(opened.runtime.nvme, "bring_back") as bring_back:
+        opened.close(at_exit=at_exit)
+    assert bring_back.called is not at_exit
 
 
 def test_what_lies_beside_the_allocator_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

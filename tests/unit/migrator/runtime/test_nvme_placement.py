@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from tests.unit.by_hand import raising
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme.store import NvmeStore
@@ -24,7 +25,7 @@ from torch_tiers.migrator.runtime.devices import Device, lanes
 from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
 from torch_tiers.migrator.runtime.streamed_state import StreamedState
 from torch_tiers.migrator.state import chunks, parameter_state, slices
-from torch_tiers.migrator.state.nvme_tensor import NvmeTensor
+from torch_tiers.migrator.state.nvme_tensor import NvmeBytes, NvmeTensor
 from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -258,10 +259,32 @@ def test_what_is_written_in_inference_mode_is_updated_later(tmp_path: Path) -> N
     program.close()
 
 
-def test_after_the_session_a_step_says_that_the_state_is_gone(tmp_path: Path) -> None:
+def test_state_is_brought_back_before_the_session_ends(tmp_path: Path) -> None:
+    program = Program(tmp_path)
+    program.train(range(3))
+    saved = program.optimizer.state_dict()
+    program.nvme.bring_back()
+    assert not program.on_nvme
+    program.close()
+    trained, optimizer = plain(optim.AdamW, 5)
+    for number in range(3, 5):
+        set_gradients(program.parameters, number)
+        program.optimizer.step()
+    assert same(program.parameters, trained)  # type: ignore[arg-type]
+    assert same(numbers(program.optimizer), numbers(optimizer))
+    kept = saved["state"][0]["exp_avg"]
+    assert torch.equal(kept + 0, program.optimizer.state[program.parameters[0]]["exp_avg"]), "who has it has the same"
+
+
+def test_state_that_memory_has_no_room_for_as_the_session_ends_is_lost_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     program = Program(tmp_path)
     program.train(range(2))
+    with mock.patch.object(NvmeBytes, "read", raising(torch.OutOfMemoryError, "out of memory")):
+        program.nvme.bring_back()
     program.close()
+    assert "Save it within the session" in caplog.text
     with pytest.raises(TiersError, match="session is over"):
         program.optimizer.step()
 
