@@ -6,8 +6,8 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,26 @@ def _spawn(rank_of: Callable[..., None], *arguments: object, join: bool = True) 
     return mp.start_processes(rank_of, arguments, nprocs=2, join=join, start_method="forkserver")
 
 
-def _train_rank(rank: int, directory: str, device: str, with_tiers: bool) -> None:
+@contextmanager
+def _group(start: Path, rank: int) -> Iterator[None]:
+    """A process group of two ranks. What has a model of DDP has to be over before it ends.
+
+    A reducer that is the last to hold the group waits for gloo's threads, with the interpreter, which these may need to
+    release what the program had around it: plain PyTorch hangs there in one of some thirty runs.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/{with_tiers}", rank=rank, world_size=2)
-    on = torch.device(device)
+    dist.init_process_group("gloo", init_method=f"file://{start}", rank=rank, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def _train_rank(rank: int, directory: str, device: str, with_tiers: bool) -> None:
+    with _group(Path(directory) / str(with_tiers), rank):
+        results = _trained_by_ddp(rank, torch.device(device), with_tiers=with_tiers)
+        torch.save(results, Path(directory) / f"{with_tiers}-{rank}")
+
+
+def _trained_by_ddp(rank: int, on: torch.device, *, with_tiers: bool) -> list[Tensor]:
     model = DistributedDataParallel(perceptron(on, depth=6), bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -144,10 +160,8 @@ def _train_rank(rank: int, directory: str, device: str, with_tiers: bool) -> Non
             with moving(room=MiB) as session:
                 results = steps()
                 assert moved(session)["h2d"] > 0
-        else:
-            results = steps()
-    torch.save(results, Path(directory) / f"{with_tiers}-{rank}")
-    dist.destroy_process_group()
+            return results
+        return steps()
 
 
 def ddp_over_gloo(device: torch.device) -> None:
@@ -162,10 +176,13 @@ def ddp_over_gloo(device: torch.device) -> None:
 
 
 def _train_streamed(rank: int, directory: str, device: str, how: str, with_tiers: bool) -> None:
-    torch.set_num_threads(1)
-    start = f"file://{directory}/{how}-{with_tiers}"
-    dist.init_process_group("gloo", init_method=start, rank=rank, world_size=2)
-    where = torch.device(device)
+    name = f"{how}-{with_tiers}"
+    with _group(Path(directory) / name, rank):
+        results = _trained_with_streaming(rank, torch.device(device), how, with_tiers=with_tiers)
+        torch.save(results, Path(directory) / f"{name}-{rank}")
+
+
+def _trained_with_streaming(rank: int, where: torch.device, how: str, *, with_tiers: bool) -> list[Tensor]:
     model: nn.Module = perceptron(where, depth=6)
     if how == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=0.1)
@@ -206,8 +223,7 @@ def _train_streamed(rank: int, directory: str, device: str, how: str, with_tiers
             print(f"  rank {rank} of {how}: {weights} bytes of weights and {state} of state streamed", flush=True)
             assert how != "ddp" or weights > 0
             assert state == counts["state_write"] > 0
-    torch.save(results, Path(directory) / f"{how}-{with_tiers}-{rank}")
-    dist.destroy_process_group()
+    return results
 
 
 def weights_and_state_are_streamed_under_ddp_and_fsdp2_with_clipping(device: torch.device) -> None:
