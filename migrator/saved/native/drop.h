@@ -1,6 +1,6 @@
 // A saved tensor that the plan drops: `Saver.drop` of `saved/saver.py` and `Mover.drop` of `saved/mover.py`, where what
-// recomputes it is known to hold. Like `hooks.h` a shortcut, which leaves to Python what is not plain, before any state
-// changes.
+// recomputes it is known to hold. Like `hooks.h` a shortcut, which leaves to Python what is not plain. Python finds
+// what was noted by then, or nobody holds it any more.
 //
 // Unlike `Mover.drop` it takes no lock: nothing of the engine changes, and the rest is this thread's own.
 #pragma once
