@@ -42,6 +42,7 @@ from torch_tiers.migrator.weights.streamer import MakeSubstitutes
 from torch_tiers.monitor.build import build as build_monitor
 from torch_tiers.places import boards, cache_directory
 from torch_tiers.plan_cache import PlanCacheOnDisk
+from torch_tiers.planning.corrections import to_json
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
 from torch_tiers.spoken import Spoken, describe, say_if_untested
@@ -327,6 +328,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "corrections": None if (learned := self.runtime.learned) is None else to_json(learned.corrections),
             "bounced": self._nvme.bounced if self._nvme else 0,
             "host_memory": self._shares.claims.to_json(),
             "demoted": demoted,

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.launcher import is_started_beside_others, processes
+from torch_tiers.migrator.controller.learned import Learned
 from torch_tiers.migrator.model import trace_json
-from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.telemetry.timeline import Timeline
 
 STATS = "stats.json"
@@ -100,9 +99,7 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def write(
-    directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | None, timeline: Timeline, *, force: bool
-) -> Path:
+def write(directory: Path, stats: dict[str, Any], learned: Learned | None, timeline: Timeline, *, force: bool) -> Path:
     """Write what a run did, and what it learned; over an earlier run with `force`. Where it is now."""
     directory.mkdir(parents=True, exist_ok=True)
     told = json.dumps(stats, indent=2).encode() + b"\n"
@@ -120,9 +117,8 @@ def write(
         directory.mkdir()
         _write(directory / STATS, told)
     if learned is not None:
-        trace, plan = learned
-        _write(directory / TRACE, trace_json.write(trace).encode() + b"\n")
-        _write(directory / PLAN, plan.to_json().encode() + b"\n")
+        _write(directory / TRACE, trace_json.write(learned.trace).encode() + b"\n")
+        _write(directory / PLAN, learned.plan.to_json().encode() + b"\n")
     # Late, as it takes long: who ends programs may not wait for it.
     _write(directory / TIMELINE, gzip.compress(timeline.to_json().encode(), compresslevel=6))
     return directory

@@ -35,7 +35,7 @@ class Spoken:
             if _is_heard():
                 # For `ends`. Imported at exit they call exec(), as named tuples do. CPython then forgets that a
                 # KeyboardInterrupt ended the program, which exits with 1 instead of dying of SIGINT.
-                from torch_tiers.planning import answer, why  # noqa: F401
+                from torch_tiers.planning import answer, corrections, why  # noqa: F401
             self._begun = True
             say(f"at work: {what}")
 
@@ -49,9 +49,10 @@ class Spoken:
             return
         if runtime.learned is None or not _is_heard():
             return
-        from torch_tiers.planning import answer, why  # not before: tables take a while to import
+        from torch_tiers.planning import answer, corrections, why  # not before: tables take a while to import
 
-        trace, plan = runtime.learned
+        trace, plan, _ = runtime.learned
+        links = corrections.corrected(links, stats)
         account = why.why(trace, plan, links, stats)
         answered = answer.answer_of(trace, links, stats, account)
         if not log.isEnabledFor(logging.INFO):

@@ -120,6 +120,10 @@ class Residence:
         self.count_state()
         return max(0, nbytes - (self._core.counts().demoted - before))
 
+    def demotable(self) -> int:
+        """The bytes of state in HBM that `make_room` may demote."""
+        return sum(block.nbytes - block.in_dram for block in self._state())
+
     def state_blocks(self) -> set[int]:
         """The addresses of all state."""
         blocks = self._core.blocks()
@@ -166,6 +170,16 @@ class Residence:
         if self._passes % PATIENCE == 0 and glance.dram:
             self._move_some(self._weights(), glance.spilled_so_far)
 
+    def _state(self) -> list[Resident]:
+        """By how much blocks of state lie in DRAM.
+
+        Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
+        does, whatever its size.
+        """
+        blocks = self._core.blocks()
+        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
+        return [Resident(int(b["address"]), int(b["bytes"]), self._core.on(int(b["address"]), DRAM)) for b in blocks]
+
     def _residents(self, weights: Mapping[int, int]) -> list[Resident]:
         """By how much these lie in DRAM, and may: their whole pages."""
         core, page, found = self._core, self._core.page_bytes, []
@@ -177,12 +191,7 @@ class Residence:
         return found
 
     def _move_some(self, weights: Mapping[int, int], short: int) -> bool:
-        core = self._core
-        blocks = core.blocks()
-        # Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
-        # does, whatever its size.
-        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
-        state = [Resident(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
+        core, state = self._core, self._state()
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         demote, promote = demote_or_promote(

@@ -1,5 +1,9 @@
 """Corrects the budget by what lay in HBM: by peaks, and by what the allocator had no room for. Pure.
 
+If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
+that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
+peak. From then on both are corrected.
+
 - A peak above the target reduces the budget at once. A peak below the prediction raises it by halves, but never past a
   ceiling: a budget that was found too large. If no peak is predicted, because the rest of HBM was not measured, the
   room for saved tensors grows by half of the gap to the target: one more byte of room raises the peak by one byte at

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from operator import is_
 
 from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests
 from torch_tiers.migrator.controller.planned import PlannedIteration, following
+from torch_tiers.migrator.controller.relief import Relief
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 
@@ -25,11 +25,11 @@ class PlansInForce:
         The user's budget, which warnings name.
     warned : set of str
         Warnings that were given already.
-    relieve : callable
-        Is asked to make other room in HBM, in bytes, where no plan fits; returns whether it will.
+    relief : Relief
+        Is asked to make other room in HBM, where no plan fits or plans are faster with it.
     """
 
-    def __init__(self, budget: int, warned: set[str], relieve: Callable[[int], bool]) -> None:
+    def __init__(self, budget: int, warned: set[str], relief: Relief) -> None:
         self.planned: tuple[PlannedIteration, ...] = ()
         self.traces: tuple[Trace, ...] = ()  # what `planned` is for
         self.iterations = 0  # iterations that ended under them, and with what is predicted of them now
@@ -37,8 +37,8 @@ class PlansInForce:
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
         self._budget = budget
         self._warned = warned
-        self.relieved = 0  # bytes of other room in HBM that was made for plans, as none fitted without
-        self._relieve = relieve
+        self.relieved = 0  # bytes of other room in HBM that was made for plans
+        self._relief = relief
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -83,7 +83,7 @@ class PlansInForce:
 
         They were made with so many bytes `relieved`.
         """
-        if relieved and not self.relieved and self._relieve(relieved):
+        if relieved and not self.relieved and self._relief.make_room(relieved):
             self.relieved = relieved
         self.planned, self.traces, self.recorded = planned, traces, recorded
         self.iterations, self.any_yet = 0, True
@@ -96,7 +96,7 @@ class PlansInForce:
         """Return whether there will be room for other plans, if these exceed the budget; if there will not, warn."""
         exceeds = max((each.exceeds for each in self.planned), default=0)
         # Once: plans that exceed the budget with that room are what there is.
-        if exceeds and not self.relieved and self._relieve(exceeds):
+        if exceeds and not self.relieved and self._relief.make_room(exceeds):
             self.relieved = exceeds
             return True
         self._say_refused()

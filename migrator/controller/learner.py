@@ -2,10 +2,6 @@
 
 Without torch and I/O: the learner takes in traces and measurements and returns plans; the caller decides who runs its
 jobs. `migrator.controller.recordings` decides which iterations are recorded.
-
-If a trace has measured what else lies in HBM, the plan is made for the target itself. If not, the budget is the room
-that the rest of the program leaves; the first estimate assumes that nothing saved was part of the first iteration's
-peak. From then on `budget` corrects both.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from dataclasses import replace
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
 from torch_tiers.migrator.controller.budget import SETTLING
-from torch_tiers.migrator.controller.cached_plans import PlanCache
+from torch_tiers.migrator.controller.cached_plans import Corrections, PlanCache
 from torch_tiers.migrator.controller.cached_run import CachedRun
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.in_force import PlansInForce
@@ -24,6 +20,7 @@ from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import PlanRequests, Submit
 from torch_tiers.migrator.controller.planned import hold_least, predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
+from torch_tiers.migrator.controller.relief import NO_RELIEF, Relief
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -63,8 +60,8 @@ class Learner:
         Iterations of the program before it, which logs count, too.
     without_layout : int
         Bytes of the target that plans leave free where iterations differ in size: no layout serves all of them.
-    relieve : callable
-        See `PlansInForce`. Iterations with that room are recorded anew.
+    relief : Relief
+        Makes other room in HBM. Iterations with that room are recorded anew.
     """
 
     def __init__(
@@ -81,15 +78,14 @@ class Learner:
         warned: set[str] | None = None,
         begun: int = 0,
         without_layout: int = 0,
-        relieve: Callable[[int], bool] = lambda nbytes: False,
+        relief: Relief = NO_RELIEF,
     ) -> None:
         self._target = target
         self._cached = CachedRun(plan_cache, target)
         self._without_layout = without_layout
         self._static: Callable[[], int] = int  # bytes in use between iterations
-        self._requests = PlanRequests(policy, submit, must_fit=must_fit)
-        warned = set() if warned is None else warned
-        self._in_force = PlansInForce(target if budget is None else budget, warned, relieve)
+        self._requests = PlanRequests(policy, submit, relief, must_fit=must_fit)
+        self._in_force = PlansInForce(budget or target, set() if warned is None else warned, relief)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
         self._iterations = self._begun = begun
@@ -146,6 +142,11 @@ class Learner:
     def varies(self) -> bool:
         """Return whether iterations of a kind differ in size more often than not."""
         return self._recordings.varies
+
+    @property
+    def corrections(self) -> Corrections:
+        """Return what measurements have corrected of recorded times and of the links."""
+        return self._feedback.corrections
 
     def iteration_over(self, outcome: IterationOutcome) -> bool:
         """Take in one iteration; return whether `plans` changed.
@@ -211,8 +212,7 @@ class Learner:
     def follow(self, before: Learner) -> bool:
         """Plan for what another learner has recorded for another target, and wait; return whether there are plans.
 
-        There are none where the other has not recorded enough: learning begins anew. Nor are there where no plan holds
-        as little as the target: the next forward may stream weights.
+        There are none where the other has not recorded enough, or no plan holds as little as the target.
 
         Raises
         ------

@@ -8,7 +8,8 @@ from functools import partial
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.controller.background import give_up, in_thread
-from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest, plan_all
+from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest
+from torch_tiers.migrator.controller.relief import Relief, plan_with_state
 from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import Policy
@@ -33,13 +34,16 @@ class PlanRequests:
         Makes them.
     submit : callable
         Has a job done that takes long.
+    relief : Relief
+        Offers state that may give way, if plans are to be for what was recorded since there were any.
     must_fit : bool
         Whether a budget that no plan meets is an error.
     """
 
-    def __init__(self, policy: Policy, submit: Submit, *, must_fit: bool) -> None:
+    def __init__(self, policy: Policy, submit: Submit, relief: Relief, *, must_fit: bool) -> None:
         self._policy = policy
         self._submit = submit
+        self._relief = relief
         self._must_fit = must_fit
         self._ordered: Future[tuple[PlannedIteration, ...]] | None = None
         self._request: tuple[PlanRequest, tuple[Trace, ...]]
@@ -59,7 +63,8 @@ class PlanRequests:
         self.drop()
         self._request = request, recorded
         quick = sum(len(trace.sites) for trace in request.traces if trace.times) <= AT_ONCE
-        job = partial(plan_all, self._policy, request, must_fit=self._must_fit)
+        offer = None if request.present else self._relief.offer()
+        job = partial(plan_with_state, self._policy, request, offer, must_fit=self._must_fit)
         self._ordered = (in_thread if quick else self._submit)(job)
         if quick:
             self._ordered.exception()  # waits; if a signal's handler raises here, the plans are taken over later

@@ -34,6 +34,8 @@ class PlannedIteration:
         The budget that the policy was given, in bytes.
     stays : bool
         Whether it is the present plan. A plan from another process is a copy, with groups of its own.
+    relief : int
+        Bytes of room beside the budget that it takes for granted: state is to give way for it.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class PlannedIteration:
     least: bool = False
     asked: int = 0
     stays: bool = False
+    relief: int = 0
 
     def after(self, before: PlannedIteration, *, afresh: bool = False) -> PlannedIteration:
         """Return the same, with the present plan itself if that stays or the new one equals it.
@@ -57,8 +60,8 @@ class PlannedIteration:
 
     @property
     def exceeds(self) -> int:
-        """Return by how many bytes the plan exceeds the budget, for which there is none."""
-        return 0 if self.refused is None else self.refused.smallest - self.refused.budget
+        """Return by how many bytes the plan exceeds the budget, as there is none for it or as state is to give way."""
+        return self.relief + (0 if self.refused is None else self.refused.smallest - self.refused.budget)
 
     def peak(self) -> int:
         """Return the most bytes in HBM; 0 if that was not predicted."""
@@ -105,6 +108,12 @@ def plan_all(policy: Policy, request: PlanRequest, *, must_fit: bool = True) -> 
     if request.present:
         planned = [_better(*each, links) for each in zip(planned, request.present, request.traces, strict=True)]
     return tuple(planned)
+
+
+def with_more_room(policy: Policy, request: PlanRequest, relief: int) -> tuple[PlannedIteration, ...]:
+    """Make a plan for each trace, for so many bytes more than its corrected budget."""
+    wider = replace(request, budgets=tuple(budget + relief for budget in request.budgets))
+    return tuple(replace(each, relief=relief) for each in plan_all(policy, wider, must_fit=False))
 
 
 def needs(trace: Trace, links: Links) -> int:
@@ -197,7 +206,11 @@ def _fastest(policy: Policy, trace: Trace, smallest: int, asked: int, links: Lin
         return policy(trace, smallest, links)
 
     def seconds(plan: Plan) -> float:
-        predicted = simulate(trace, links, plan)
-        return predicted.seconds + CROSSINGS * max(0, predicted.peak["hbm"] - asked) / links.h2d
+        return with_overflow(simulate(trace, links, plan), asked, links)
 
     return min((policy(trace, int(smallest * (1 + part)), links) for part in LARGER), key=seconds)
+
+
+def with_overflow(predicted: Simulated, budget: int, links: Links) -> float:
+    """Return the seconds of an iteration if what exceeds the budget lies in host memory."""
+    return predicted.seconds + CROSSINGS * max(0, predicted.peak["hbm"] - budget) / links.h2d

@@ -17,6 +17,7 @@ from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.migrator.controller.background import in_background
 from torch_tiers.migrator.controller.budget import SETTLED
 from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.relief import Relief
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import FRAGMENTS, LAYOUTS, WITHOUT_LAYOUT
 from torch_tiers.migrator.offload.backing import Backing
@@ -147,11 +148,11 @@ class Devices:
         options: Options,
         tensors: HookTensors,
         operators: OperatorClock | None,
-        relieve: Callable[[torch.device, int], bool],
+        relief: Callable[[torch.device, Links], Relief],
     ) -> Mover:
         """Make the mover of one thread for a device; open the device if it is the first.
 
-        With `operators`, operators are timed one by one if several ranks take part. For `relieve` see `PlansInForce`.
+        With `operators`, operators are timed one by one if several ranks take part. For `relief` see `Learner`.
 
         Raises
         ------
@@ -178,7 +179,7 @@ class Devices:
             plan_cache=options.plan_cache(device, target),
             warned=shared.warned,
             begun=self._counters.iterations,
-            relieve=partial(relieve, device),
+            relief=relief(device, shared.links),
             without_layout=int(WITHOUT_LAYOUT * shared.room) if device.type == "cuda" and options.pages() else 0,
         )
         lent, keeps = 0, options.policy == "keep"

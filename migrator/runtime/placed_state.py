@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_tiers.allocator.layout.residence import Residence
 from torch_tiers.allocator.pages import PageAllocator, StateRoom
 from torch_tiers.migrator.program import optimizers, weights
+from torch_tiers.migrator.program.by_parameter import may_be_split
 from torch_tiers.migrator.program.master_weights import ModelWeights, master_weights
 from torch_tiers.migrator.runtime.nvme_placement import NvmePlacement
 from torch_tiers.migrator.runtime.optimizer_loads import ReplaceLoaded
@@ -75,6 +76,7 @@ class PlacedState:
         # By optimizer, the identities of its master weights. PyTorch swaps no tensors that have weak references.
         self._masters = WeakIdKeyDictionary()
         self._thread = _Thread()
+        self._gives_way: dict[torch.device, int] = {}  # bytes that give way to saved tensors; 0 once that is done
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
         """An optimizer begins a step, after so many of the program: it may make its state."""
@@ -138,6 +140,30 @@ class PlacedState:
         for optimizer in optimizers.all_alive():
             masters = master_weights(optimizer, of_models)
             self._move_out(pages, shortages_before_training(optimizer, masters, parameters, pages), masters)
+
+    def may_give_way(self, device: torch.device) -> int:
+        """Bytes of state in a GPU's memory that would come for steps in slices; 0 once it was asked to give way."""
+        pages = self._pages()
+        residence = None if pages is None or device.type != "cuda" else pages.residence(device)
+        if residence is None or device in self._gives_way or not all(map(may_be_split, tuple(self._known))):
+            return 0
+        return residence.demotable()
+
+    def give_way(self, device: torch.device, nbytes: int) -> bool:
+        """Have so much state demoted to DRAM as the next forward begins; return whether there is as much."""
+        if device in self._gives_way:  # of several threads another has asked
+            return True
+        if self.may_give_way(device) < nbytes:
+            return False
+        self._gives_way[device] = nbytes
+        return True
+
+    def forward_begins(self) -> None:
+        """An outermost module's forward begins: what this thread allocates is no state, and what gives way does so."""
+        self.over()
+        due = {device: nbytes for device, nbytes in self._gives_way.items() if nbytes}
+        if due and (pages := self._pages()) is not None and self._move_out(pages, due, ()):
+            self._gives_way.update(dict.fromkeys(due, 0))
 
     def masters(self, optimizer: Optimizer) -> frozenset[int]:
         """The identities of those of an optimizer's parameters that are master weights, as far as that is known."""

@@ -42,6 +42,11 @@ class Progress:
         """Steps so far."""
         return self._times.count
 
+    @property
+    def iterations_of_step(self) -> float:
+        """Iterations of a step: several where gradients are accumulated."""
+        return max(1.0, self._counters.iterations / max(1, self.steps))
+
     def tell_timeline(self, what: str, **more: object) -> None:
         """Tell the timeline what happened, if there is one."""
         if self._counters.timeline is not None:
@@ -80,8 +85,8 @@ class Progress:
         if self._counters.timeline is not None:
             self._counters.timeline.step(self.steps, now)
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
+    def numbers(self, **more: int) -> dict[str, Any]:
+        """Return the numbers for `stats.json`, and `more`; HBM's as ``budget_hbm``, ``peak_hbm``, ``beside_hbm``."""
         counters, devices = self._counters, self._devices.opened.values()
         return {
             "device": ", ".join(dict.fromkeys(_name(device) for device in self._devices.opened)),
@@ -97,6 +102,7 @@ class Progress:
             "settled": counters.settled(),
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._times.summary(),
+            **more,
         }
 
 

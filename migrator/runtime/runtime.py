@@ -20,12 +20,13 @@ from torch import nn
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.overflow import FITS
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.controller.learned import Learned
+from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
+from torch_tiers.migrator.runtime.device_relief import Reliefs
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers
 from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
@@ -53,7 +54,7 @@ class Runtime:
         self.options = options
         self.armed = False  # whether anything has trained under it
         self.closed = False
-        self._learned: tuple[Trace, Plan] | None = None
+        self._learned: Learned | None = None
         self._tensors: HookTensors | None = None
         self._recorder: Recorder | None = None
         self._calls: Calls  # with `_tensors`
@@ -71,8 +72,8 @@ class Runtime:
         nvme = self.nvme = NvmePlacement(*of_all)
         self._state = PlacedState(pages, self._savers, self._streaming.moving, models.parameters, nvme)
         self.loading, self.run_step = self._state.loading, StreamedState(*of_all, self._state.masters, nvme)
-        self._optimizers, self._allowance = Optimizers(), Allowance()
-        self._pid = os.getpid()
+        self._relief = Reliefs(self._state, self._streaming, self._progress)
+        self._optimizers, self._allowance, self._pid = Optimizers(), Allowance(), os.getpid()
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -175,7 +176,7 @@ class Runtime:
         assert self._tensors is not None  # since this thread was armed
         try:
             clock = None if self._recorder is None else self._recorder.clock
-            mover = self._devices.make_mover(device, self.options, self._tensors, clock, self._streaming.relieve)
+            mover = self._devices.make_mover(device, self.options, self._tensors, clock, self._relief)
         except TiersError as error:
             self._refuse(error)
         self._recount_static()
@@ -214,7 +215,7 @@ class Runtime:
                     mover.engine.compute.pass_by(counts=False)
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
-        self._state.over()
+        self._state.forward_begins()
         self._iteration_begins(saver)
         self._look_at(root)
         self._streaming.forward_begins(root)
@@ -340,11 +341,10 @@ class Runtime:
     # ----------------------------------------------------------------------------------- numbers
 
     @property
-    def learned(self) -> tuple[Trace, Plan] | None:
-        """Return the last trace and plan; of several kinds of iterations those of the one that needs most HBM."""
+    def learned(self) -> Learned | None:
+        """Return what was learned last; of several kinds of iterations those of the one that needs most HBM."""
         return self._savers.learned() or self._learned
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for `stats.json`; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
-        below = {"streamed_weights": self._streaming.nbytes, "state_on_nvme": self.nvme.nbytes}
-        return {**self._progress.numbers(), **below}
+        return self._progress.numbers(streamed_weights=self._streaming.nbytes, state_on_nvme=self.nvme.nbytes)

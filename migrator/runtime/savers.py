@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.controller.learned import Learned
 from torch_tiers.migrator.saved.saver import Saver
 
 
@@ -49,15 +48,15 @@ class Savers:
         """How many threads train besides this one."""
         return len(self._all) - (self.thread.saver is not None)
 
-    def learned(self) -> tuple[Trace, Plan] | None:
-        """The last trace and plan of any; of several kinds of iterations those of the one that needs most HBM."""
+    def learned(self) -> Learned | None:
+        """What any has learned last; of several kinds of iterations those of the one that needs most HBM."""
         learners = [mover.learner for saver in self for mover in saver.movers.armed]
         last = next((learner for learner in reversed(learners) if learner.plans), None)
         if last is None:
             return None
         kinds = zip(last.traces, last.plans, strict=True)
         trace, plan = max(kinds, key=lambda kind: kind[0].saved_bytes + max(kind[0].others, default=0))
-        return replace(trace, varies=last.varies or len(last.traces) > 1), plan
+        return Learned(replace(trace, varies=last.varies or len(last.traces) > 1), plan, last.corrections)
 
     def switch_on(self, saver: Saver) -> None:
         """Push the hooks of this thread."""

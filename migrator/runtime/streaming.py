@@ -162,7 +162,7 @@ class Streaming:
         self._budget_changed = True
 
     def relieve(self, device: torch.device, nbytes: int) -> bool:
-        """Stream frozen weights when the next forward begins, as HBM lacks so many bytes; return whether that helps."""
+        """Stream frozen weights when the next forward begins, as plans lack so much room; return whether that helps."""
         if helps := self._weights.give_way(device, nbytes):
             self._budget_changed = True
         return helps

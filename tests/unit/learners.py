@@ -15,6 +15,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import Job
 from torch_tiers.migrator.controller.planned import PlannedIteration
+from torch_tiers.migrator.controller.relief import StateOffer
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import occupancy
@@ -75,6 +76,22 @@ def run(learner: Learner, iterations: Sequence[tuple[Trace, int]], elsewhere: in
         changed.append(learner.iteration_over(IterationOutcome(recorded, peak, mispredicted=mispredicted)))
         peaks.append(peak)
     return changed, peaks
+
+
+class Gives:
+    """Makes whatever room is `asked` for, if it `gives`, and offers state in the place of saved tensors."""
+
+    def __init__(self, asked: list[int], offer: StateOffer | None = None, *, gives: bool = True) -> None:
+        self.asked = asked
+        self.offered = offer
+        self.gives = gives
+
+    def offer(self) -> StateOffer | None:
+        return None if self.asked else self.offered
+
+    def make_room(self, nbytes: int) -> bool:
+        self.asked.append(nbytes)
+        return self.gives
 
 
 class Later:

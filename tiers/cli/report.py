@@ -23,6 +23,7 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.planning import answer, neighbours, why
+from torch_tiers.planning.corrections import corrected
 from torch_tiers.planning.ranks import render as render_ranks
 from torch_tiers.planning.ranks import to_json as ranks_to_json
 from torch_tiers.planning.stats import stats_from_json
@@ -196,7 +197,7 @@ def _account(directory: Path, stats: dict[str, Any]) -> Account | list[str]:
         dram, drive = stats["budget"].get("dram"), stats["budget"]["nvme"] or 0
         # What DRAM does not hold goes on to the drive, which takes many times as long.
         below = None if dram is None else dram + drive
-        links = known_links({}, disk=bool(drive), direct=direct, below=below, dram=dram)
+        links = corrected(known_links({}, disk=bool(drive), direct=direct, below=below, dram=dram), stats)
     except (
         TiersError,
         BadField,

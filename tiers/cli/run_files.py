@@ -16,6 +16,7 @@ from torch_tiers.config import load
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.links import LANES, Links, links_from
 from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.planning.corrections import corrected
 from torch_tiers.planning.ranks import slowest
 from torch_tiers.planning.stats import stats_from_json
 from torch_tiers.run_directory import STATS, TRACE
@@ -109,13 +110,19 @@ def known_links(
 
 
 def trace_and_links(path: Path, rates: Mapping[str, float], dram: int | None) -> tuple[Trace, Links, int | None]:
-    """A trace, or that of a run directory; the links, as far as `rates` gives them; bytes below HBM, if known."""
+    """A trace, or that of a run directory; the links, as far as `rates` gives them; bytes below HBM, if known.
+
+    The links of a run directory are as that run corrected them.
+    """
+    stats: dict[str, Any] = {}
     if path.is_dir():
         path = slowest_rank(path)[0]
+        if not rates and (path / STATS).is_file():
+            stats = read_json(path / STATS, stats_from_json)
     trace = read_json(path if path.suffix in (".json", ".gz") else path / TRACE, trace_json.read)
     below, dram = known_below(dram)
     has_disk = below is not None and dram is not None and below > dram
-    return trace, known_links(rates, disk=has_disk, below=below, dram=dram), below
+    return trace, corrected(known_links(rates, disk=has_disk, below=below, dram=dram), stats), below
 
 
 def known_below(dram: int | None) -> tuple[int | None, int | None]:

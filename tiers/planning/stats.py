@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch_tiers.migrator.model.fields import MOST_SECONDS, field, finite, items, mapping, parse, record, text, whole
+from torch_tiers.planning import corrections
 
 _MOST_COUNTED = 1 << 63  # of what is counted: bytes moved in a year, and more
 _MOST_NAMES = 256  # lanes, causes of stalls, tiers
@@ -56,6 +57,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
             _check_counts(drive, "worn.told", ("percent", "written"))
     if stats.get("host_memory") is not None:  # of which earlier versions did not tell
         _check_host_memory(record(stats["host_memory"], "host_memory"))
+    if stats.get("corrections") is not None:  # nor of these
+        corrections.check(stats["corrections"])
     if stats.get("pages") is not None:
         names = ("planned", "mispredicted", "misplaced", "maps", "unmaps", "waits", "dram")
         _check_counts(record(stats["pages"], "pages"), "pages", names)

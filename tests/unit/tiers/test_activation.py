@@ -133,6 +133,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "state_on_nvme": "int",
         "state_in_place": "int",
         "overflow": "int",
+        "corrections": {"links": {}, "calls": dict.fromkeys(("group", "moved", "remade"), "float")},
         "bounced": "int",
         "stalls": {"h2d": stall},
         "settled": {

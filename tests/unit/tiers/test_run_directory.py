@@ -13,6 +13,8 @@ import pytest
 
 from torch_tiers import run_directory
 from torch_tiers.config import Config, ConfigError
+from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.learned import Learned
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.telemetry.timeline import Timeline
@@ -114,7 +116,7 @@ def test_nothing_is_written_through_a_link_that_was_put_in_its_way(
 
 def test_with_force_nothing_of_an_earlier_run_stays(tmp_path: Path) -> None:
     """A run that ended before it had a plan was told by the plan of the one before."""
-    learned = Trace((), 0), Plan("keep", 0, {}, ())
+    learned = Learned(Trace((), 0), Plan("keep", 0, {}, ()), Corrections())
     run_directory.write(tmp_path, {}, learned, Timeline(), force=True)
     assert (tmp_path / run_directory.PLAN).exists() and (tmp_path / run_directory.TRACE).exists()
     run_directory.write(tmp_path, {}, None, Timeline(), force=True)

@@ -70,7 +70,9 @@ def test_state_that_was_loaded_makes_room_at_once(pages: OnOneCore, core: Core) 
     residence = pages.residence(GPU)
     assert residence is not None and pages.state_in_dram == 0
     assert residence.state_blocks() == set(blocks)
+    assert residence.demotable() == 4 * NBYTES
     assert residence.make_room(NBYTES + 1) == 0
+    assert residence.demotable() == 2 * NBYTES
     assert sum(residence.in_dram(block) for block in blocks) == 2
     assert pages.state_in_dram == 2 * NBYTES, "it is known before a period has ended"
     assert residence.make_room(3 * NBYTES) == 1 * NBYTES, "no more of it is in HBM"

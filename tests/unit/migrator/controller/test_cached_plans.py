@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.learners import MODEL, peak_of
+from tests.unit.learners import MODEL, Gives, peak_of
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.cached_plans import CachedPlans, fingerprint
 from torch_tiers.migrator.controller.learner import Learner
@@ -209,9 +209,7 @@ def test_a_run_that_begins_with_plans_for_which_room_was_made_has_it_made_at_onc
     smaller = replace(MODEL, others=tuple(each // 16 for each in MODEL.others))
 
     def begin() -> Learner:
-        return Learner(
-            POLICIES["auto"], target, plan_cache=cache, must_fit=False, relieve=lambda nbytes: not asked.append(nbytes)
-        )
+        return Learner(POLICIES["auto"], target, plan_cache=cache, must_fit=False, relief=Gives(asked))
 
     first = begin()
     over(first, MODEL)

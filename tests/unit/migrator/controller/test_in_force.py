@@ -11,6 +11,7 @@ from torch_tiers.migrator.controller.background import at_once
 from torch_tiers.migrator.controller.in_force import PlansInForce
 from torch_tiers.migrator.controller.plan_requests import PlanRequests
 from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, PlanRequest, following, plan_all
+from torch_tiers.migrator.controller.relief import NO_RELIEF
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.model.plan import NoPlanFits
 from torch_tiers.migrator.policies import POLICIES
@@ -20,7 +21,7 @@ REQUEST = PlanRequest((MODEL,), (BUDGET,), 0, PCIE_GEN5)
 
 
 def take_over(in_force: PlansInForce, request: PlanRequest, *, afresh: bool = False) -> bool | None:
-    requests = PlanRequests(POLICIES["auto"], at_once, must_fit=True)
+    requests = PlanRequests(POLICIES["auto"], at_once, NO_RELIEF, must_fit=True)
     requests.ask(request, request.traces)
     return in_force.take_over(requests, None, afresh=afresh)
 
@@ -31,8 +32,11 @@ def made(name: str) -> PlannedIteration:
 
 
 def test_plans_that_are_the_same_do_not_take_over_unless_something_was_recorded_since() -> None:
-    in_force = PlansInForce(BUDGET, set(), lambda nbytes: False)
-    assert in_force.take_over(PlanRequests(POLICIES["auto"], at_once, must_fit=True), None, afresh=False) is None
+    in_force = PlansInForce(BUDGET, set(), NO_RELIEF)
+    assert (
+        in_force.take_over(PlanRequests(POLICIES["auto"], at_once, NO_RELIEF, must_fit=True), None, afresh=False)
+        is None
+    )
     assert take_over(in_force, REQUEST) and in_force.are_for(REQUEST.traces)
     before = in_force.plans
     in_force.iterations = 5
@@ -43,7 +47,7 @@ def test_plans_that_are_the_same_do_not_take_over_unless_something_was_recorded_
 
 
 def test_where_no_plan_fits_those_in_force_stay_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    in_force, little = PlansInForce(BUDGET, set(), lambda nbytes: False), replace(REQUEST, budgets=(BUDGET // 100,))
+    in_force, little = PlansInForce(BUDGET, set(), NO_RELIEF), replace(REQUEST, budgets=(BUDGET // 100,))
     with pytest.raises(NoPlanFits):
         take_over(in_force, little)
     take_over(in_force, REQUEST)

@@ -18,6 +18,7 @@ from tests.unit.learners import (
     MODEL,
     TARGET,
     TRACE,
+    Gives,
     Later,
     large,
     large_and_planned,
@@ -180,7 +181,7 @@ def test_where_no_plan_fits_room_is_asked_for_and_what_is_recorded_with_it_is_pl
 ) -> None:
     """The iteration that is over may have begun before there was that room: the one after it is the first with it."""
     asked: list[int] = []
-    learner = too_small(relieve=lambda nbytes: not asked.append(nbytes))
+    learner = too_small(relief=Gives(asked))
     (lacks,) = asked
     assert lacks > 0
     assert not learner.records_next and not caplog.records
@@ -193,7 +194,7 @@ def test_where_no_plan_fits_room_is_asked_for_and_what_is_recorded_with_it_is_pl
 
 def test_plans_that_do_not_fit_with_the_room_that_was_made_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
-    learner = too_small(relieve=lambda nbytes: not asked.append(nbytes))
+    learner = too_small(relief=Gives(asked))
     for trace in (None, MODEL, None, None):
         learner.iteration_over(IterationOutcome(trace, 0))
     assert len(asked) == 1 and not learner.records_next

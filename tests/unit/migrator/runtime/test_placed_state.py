@@ -20,7 +20,7 @@ from torch_tiers.migrator.state import parameter_state
 BEFORE = {0: StateRoom(1, 9)}  # what is there before training leaves
 RECORDED = {0: StateRoom(5, 9)}  # what a recorded iteration leaves
 LACKED = 7  # bytes, in that
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Program:
@@ -31,6 +31,7 @@ class Program:
         self.room_made: list[int] = []
         self.recorded = False
         self.is_alone = True
+        self.in_hbm = 100  # bytes of state that may be demoted
         self.lacks = 0  # bytes, with all that is known as state moved
         self.known: set[int] = set()
         self.of_models: list[torch.Tensor] = []
@@ -54,6 +55,9 @@ class Program:
 
     def state_blocks(self) -> set[int]:
         return self.known
+
+    def demotable(self) -> int:
+        return self.in_hbm
 
     def count_state(self) -> None:
         self.said.append("counted")
@@ -200,6 +204,36 @@ def test_master_weights_that_hbm_will_have_no_room_for_are_taken_in_before_the_f
         program.of_models = [master.detach().bfloat16() for master in masters]
         program.placed.make_room_before_training()
     assert all(master.data_ptr() not in addresses for master in masters)
+
+
+def test_state_gives_way_once_as_the_next_forward_begins(program: Program) -> None:
+    program.step()
+    assert program.placed.may_give_way(GPU) == 100
+    assert not program.placed.give_way(GPU, 101), "there is less of it"
+    assert program.placed.give_way(GPU, 60) and not program.room_made
+    for _ in range(2):
+        program.placed.forward_begins()
+    assert program.room_made == [60]
+    assert program.placed.may_give_way(GPU) == 0
+    assert program.placed.give_way(GPU, 60), "as another thread has asked for"
+
+
+def test_state_gives_way_later_if_another_thread_may_use_it(program: Program) -> None:
+    program.is_alone = False
+    program.placed.give_way(GPU, 60)
+    program.placed.forward_begins()
+    assert not program.room_made
+    program.is_alone = True
+    program.placed.forward_begins()
+    assert program.room_made == [60]
+
+
+def test_state_gives_way_to_nothing_if_it_would_be_read_where_it_lies(program: Program) -> None:
+    """As LBFGS does, which makes no step in parts."""
+    program.optimizer = optim.LBFGS([nn.Parameter(torch.ones(3))])
+    program.placed.stepped(program.optimizer)
+    assert program.placed.may_give_way(GPU) == 0
+    assert not program.placed.give_way(GPU, 1)
 
 
 def test_what_another_tensor_has_the_memory_of_is_not_taken_in(program: Program) -> None:

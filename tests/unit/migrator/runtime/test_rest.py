@@ -202,7 +202,7 @@ def test_nothing_rests_before_the_optimizer_s_state_was_seen(pages: Pages) -> No
             step()
         assert not is_on()
         assert session.runtime.learned is not None
-        trace, _ = session.runtime.learned
+        trace, *_ = session.runtime.learned
         weights = sum(parameter.nbytes for parameter in model.parameters())
         assert max(trace.others) >= 3 * weights  # and Adam's two numbers for each
 
