@@ -23,7 +23,7 @@ from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.match import check_match
 
-FORMAT = 3
+FORMAT = 4
 KINDS = 8  # of iterations, at most
 
 
@@ -69,8 +69,8 @@ class CachedPlans:
         The assumed bandwidths, before any correction.
     static : int
         Bytes in use between two iterations.
-    relieved : int
-        Bytes of other room in HBM that was made for the plans; see `PlansInForce`.
+    streamed, state : int
+        Bytes that HBM lacked, so that frozen weights are streamed, and bytes of state that gave way to the plans.
     """
 
     traces: tuple[Trace, ...]
@@ -78,7 +78,8 @@ class CachedPlans:
     corrections: Corrections
     links: Links
     static: int
-    relieved: int = 0
+    streamed: int = 0
+    state: int = 0
 
     def holds_for(self, links: Links, static: int, tolerance: int) -> bool:
         """Return whether they apply to these links, with `static` bytes in use within the `tolerance`."""
@@ -103,7 +104,8 @@ class CachedPlans:
             "links": {lane: getattr(self.links, lane) for lane in LANES},
             "below": [self.links.below, self.links.dram],
             "static": self.static,
-            "relieved": self.relieved,
+            "streamed": self.streamed,
+            "state": self.state,
         }
         return json.dumps(data)
 
@@ -128,8 +130,8 @@ class CachedPlans:
             if not plan.keep.keys() <= trace.by_key.keys():
                 raise ValueError("a plan keeps sites that its trace has not")
         corrections = _corrections(value_of(data, "corrections"))
-        static, relieved = (whole(value_of(data, name), name) for name in ("static", "relieved"))
-        return cls(traces, plans, corrections, _links(data), static, relieved)
+        numbers = (whole(value_of(data, name), name) for name in ("static", "streamed", "state"))
+        return cls(traces, plans, corrections, _links(data), *numbers)
 
 
 class PlanCache(Protocol):

@@ -87,7 +87,7 @@ class CachedRun:
         self._is_stored = True
         if any(each.least or each.refused for each in in_force.planned):
             return False  # the next run is to warn again
-        found = feedback.corrections, feedback.given, static(), in_force.relieved
+        found = feedback.corrections, feedback.given, static(), in_force.streamed, in_force.state
         self._cache.store(CachedPlans(in_force.recorded, in_force.plans, *found))
         return True
 

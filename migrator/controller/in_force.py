@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from operator import is_
 
+from torch_tiers.migrator.controller.cached_plans import CachedPlans
 from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests
-from torch_tiers.migrator.controller.planned import PlannedIteration, following
+from torch_tiers.migrator.controller.planned import PlannedIteration, following, relieved
 from torch_tiers.migrator.controller.relief import Relief
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -35,9 +36,12 @@ class PlansInForce:
         self.iterations = 0  # iterations that ended under them, and with what is predicted of them now
         self.any_yet = False  # whether there ever were any
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
+        # Those of the last plans that state gave way for: as they were recorded, and as they are without it.
+        self.without_state: tuple[tuple[Trace, Trace], ...] = ()
         self._budget = budget
         self._warned = warned
-        self.relieved = 0  # bytes of other room in HBM that was made for plans
+        self.streamed = 0  # bytes that HBM lacked, so that frozen weights are streamed
+        self.state = 0  # bytes of state that gave way
         self._relief = relief
 
     @property
@@ -69,24 +73,38 @@ class PlansInForce:
         planned, request, recorded = taken
         planned = following(planned, self.planned, request, took, afresh=afresh)
         differ = afresh or [each.plan for each in planned] != [each.plan for each in self.planned]
-        self.begin(planned, request.traces, recorded)
+        traces, recorded = self._without_state(planned, request.traces, recorded)
+        self.begin(planned, traces, recorded)
         return differ
 
-    def begin(
-        self,
-        planned: tuple[PlannedIteration, ...],
-        traces: tuple[Trace, ...],
-        recorded: tuple[Trace, ...],
-        relieved: int = 0,
-    ) -> None:
-        """Have these plans from now on, for traces with corrected times and as they were recorded.
+    def _without_state(
+        self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], recorded: tuple[Trace, ...]
+    ) -> tuple[tuple[Trace, ...], tuple[Trace, ...]]:
+        """Have the state give way that the plans are made without; return the traces without it."""
+        relief = max((each.relief for each in planned), default=0)
+        gone = self._relief.give_way(relief) if relief else 0
+        if not gone:
+            self.without_state = ()
+            return traces, recorded
+        self.state += gone
+        without = tuple(relieved(trace, gone) for trace in recorded)
+        self.without_state = tuple(zip(recorded, without, strict=True))
+        return tuple(relieved(trace, gone) for trace in traces), without
 
-        They were made with so many bytes `relieved`.
-        """
-        if relieved and not self.relieved and self._relief.make_room(relieved):
-            self.relieved = relieved
+    def begin(
+        self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], recorded: tuple[Trace, ...]
+    ) -> None:
+        """Have these plans from now on, for traces with corrected times and as they were recorded."""
         self.planned, self.traces, self.recorded = planned, traces, recorded
         self.iterations, self.any_yet = 0, True
+
+    def resume(self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], found: CachedPlans) -> None:
+        """Have the plans of an earlier run, and the room that it made for them."""
+        if found.streamed and self._relief.stream_weights(found.streamed):
+            self.streamed = found.streamed
+        if found.state:
+            self.state = self._relief.give_way(found.state)
+        self.begin(planned, traces, found.traces)
 
     def forget(self) -> None:
         """Have no plans, as these cannot be executed."""
@@ -96,8 +114,8 @@ class PlansInForce:
         """Return whether there will be room for other plans, if these exceed the budget; if there will not, warn."""
         exceeds = max((each.exceeds for each in self.planned), default=0)
         # Once: plans that exceed the budget with that room are what there is.
-        if exceeds and not self.relieved and self._relief.make_room(exceeds):
-            self.relieved = exceeds
+        if exceeds and not self.streamed and self._relief.stream_weights(exceeds):
+            self.streamed = exceeds
             return True
         self._say_refused()
         return False

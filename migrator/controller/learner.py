@@ -61,7 +61,7 @@ class Learner:
     without_layout : int
         Bytes of the target that plans leave free where iterations differ in size: no layout serves all of them.
     relief : Relief
-        Makes other room in HBM. Iterations with that room are recorded anew.
+        Makes other room in HBM. Iterations for which weights are streamed are recorded anew.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Learner:
         self._feedback.resume(found.corrections)
         self._recordings.resume(found.traces)
         request = self._feedback.request(found.traces)
-        self._in_force.begin(predict_all(found.plans, request), request.traces, found.traces, found.relieved)
+        self._in_force.resume(predict_all(found.plans, request), request.traces, found)
         self._begin()
         log.info("iteration %d, begins with cached plans of an earlier run", self._iterations)
         self._cached.begun(found.plans, trace)
@@ -274,7 +274,6 @@ class Learner:
         if links == self._feedback.given:
             return False
         self._feedback.relink(links)
-        # Where traces are missing, what is recorded now is planned with them.
         if self._recordings.learning or not (self.plans or self._requests.asked):
             return False
         return self._plan(may_stay=links.contended)
@@ -330,6 +329,7 @@ class Learner:
         differ = self._in_force.take_over(self._requests, self._feedback.took, afresh=self._afresh)
         if differ is None:
             return False
+        self._recordings.exchange(self._in_force.without_state)
         if self._afresh:
             self._recordings.planned(self._iterations)
         self._afresh = False
@@ -337,7 +337,7 @@ class Learner:
         if differ:
             self._begin()
         else:
-            # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
+            # To begin with a plan anew costs steps of a second.
             self._feedback.budget.stayed()
             log.info("iteration %d, the plans stay: %s", self._iterations, "; ".join(map(str, self._in_force.planned)))
         return differ

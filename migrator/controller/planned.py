@@ -35,7 +35,7 @@ class PlannedIteration:
     stays : bool
         Whether it is the present plan. A plan from another process is a copy, with groups of its own.
     relief : int
-        Bytes of room beside the budget that it takes for granted: state is to give way for it.
+        Bytes of state that are to give way: it is made for its trace without them, see `relieved`.
     """
 
     plan: Plan
@@ -60,8 +60,8 @@ class PlannedIteration:
 
     @property
     def exceeds(self) -> int:
-        """Return by how many bytes the plan exceeds the budget, as there is none for it or as state is to give way."""
-        return self.relief + (0 if self.refused is None else self.refused.smallest - self.refused.budget)
+        """Return by how many bytes the plan exceeds the budget, for which there is none."""
+        return 0 if self.refused is None else self.refused.smallest - self.refused.budget
 
     def peak(self) -> int:
         """Return the most bytes in HBM; 0 if that was not predicted."""
@@ -110,10 +110,9 @@ def plan_all(policy: Policy, request: PlanRequest, *, must_fit: bool = True) -> 
     return tuple(planned)
 
 
-def with_more_room(policy: Policy, request: PlanRequest, relief: int) -> tuple[PlannedIteration, ...]:
-    """Make a plan for each trace, for so many bytes more than its corrected budget."""
-    wider = replace(request, budgets=tuple(budget + relief for budget in request.budgets))
-    return tuple(replace(each, relief=relief) for each in plan_all(policy, wider, must_fit=False))
+def relieved(trace: Trace, nbytes: int) -> Trace:
+    """Return the trace with so many bytes less of what is not saved in HBM."""
+    return replace(trace, others=tuple(max(0, other - nbytes) for other in trace.others)) if nbytes else trace
 
 
 def needs(trace: Trace, links: Links) -> int:

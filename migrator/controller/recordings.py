@@ -140,6 +140,11 @@ class Recordings:
             kind.trace = kind.trace.without(keys)
         return any(map(is_not, self.traces, before))
 
+    def exchange(self, pairs: Collection[tuple[Trace, Trace]]) -> None:
+        """Have the second of each pair in the place of the first."""
+        for kind in self._kinds:
+            kind.trace = next((after for before, after in pairs if kind.trace is before), kind.trace)
+
     def planned(self, iteration: int) -> None:
         """Begin the pause until the next look: there are plans for what was recorded."""
         self._look_again = max(self._look_again, iteration + self._pause)

@@ -1,25 +1,27 @@
 """Room in HBM for plans, besides what saved tensors free: frozen weights are streamed, optimizer state gives way.
 
 Activations and state share one budget. State in DRAM comes to HBM for each step, in slices, which costs the same for
-each of its bytes. Each further byte of room is worth less to plans than the one before. Pure.
+each of its bytes. What a byte of room is worth to plans changes by leaps, as where the loss's input begins to have
+room. So several amounts are looked at, by a short search, and the best is planned for. Pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch_tiers.migrator.controller.planned import (
     PlannedIteration,
     PlanRequest,
     plan_all,
-    with_more_room,
+    relieved,
     with_overflow,
 )
 from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.policies.auto import glance
 
-PARTS = 8  # of the state: so many amounts of it are tried, up to all
-WORTH = 0.02  # of an iteration: what plans are to gain by it, as what is recorded with that room is planned once more
+PARTS = 8  # of the state: so many amounts of it are looked at, up to all
+WORTH = 0.02  # of an iteration: what plans are to gain by it, as predictions are about as far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,16 @@ class StateOffer:
 
 
 class Relief(Protocol):
-    """What one device can do for more room in HBM."""
+    """What can be done on one device for more room in HBM."""
 
     def offer(self) -> StateOffer | None:
         """Return what state may give way; None if there is none, or some was asked to already."""
 
-    def make_room(self, nbytes: int) -> bool:
-        """Make so much room when the next forward begins; return whether there will be, or about as much."""
+    def give_way(self, nbytes: int) -> int:
+        """Have so much state lie in DRAM from the next forward on; return how many bytes of it will."""
+
+    def stream_weights(self, nbytes: int) -> bool:
+        """Have frozen weights streamed from the next forward on, as HBM lacks `nbytes`; return whether that helps."""
 
 
 class NoRelief:
@@ -54,7 +59,11 @@ class NoRelief:
     def offer(self) -> StateOffer | None:
         """Return None."""
 
-    def make_room(self, nbytes: int) -> bool:
+    def give_way(self, nbytes: int) -> int:
+        """Return 0."""
+        return 0
+
+    def stream_weights(self, nbytes: int) -> bool:
         """Return False."""
         return False
 
@@ -72,25 +81,35 @@ def plan_with_state(
     NoPlanFits
         If there is none for the budget, and it `must_fit`.
     """
-    best = plan_all(policy, request, must_fit=must_fit)
-    if offer is None or any(each.predicted is None for each in best):
-        return best
+    planned = plan_all(policy, request, must_fit=must_fit)
+    if offer is None or any(each.predicted is None for each in planned):
+        return planned
 
-    def seconds(planned: tuple[PlannedIteration, ...], relief: int) -> float:
-        took = (with_overflow(each.predicted, each.asked, request.links) for each in planned if each.predicted)
-        return sum(took) + cost(relief)
+    def seconds(of: tuple[PlannedIteration, ...]) -> float:
+        return sum(with_overflow(each.predicted, each.asked, request.links) for each in of if each.predicted)
 
     def cost(relief: int) -> float:
-        return len(best) * relief * offer.seconds
+        return len(planned) * relief * offer.seconds
 
-    ideal, fastest = sum(each.predicted.ideal for each in best if each.predicted), seconds(best, 0)
-    lacking = max(each.exceeds for each in best)
-    amounts = {offer.nbytes * part // PARTS for part in range(1, PARTS + 1)}
-    for relief in sorted(amounts | {min(lacking, offer.nbytes)} - {0}):
-        if ideal + cost(relief) > fastest * (1 - WORTH):
-            break  # no plan is as fast
-        planned = with_more_room(policy, request, relief)
-        if seconds(planned, relief) > fastest * (1 - WORTH):
-            break
-        best, fastest = planned, seconds(planned, relief)
-    return best
+    ideal, enough = sum(each.predicted.ideal for each in planned if each.predicted), seconds(planned) * (1 - WORTH)
+    lacking = max(each.exceeds for each in planned)
+    amounts = {offer.nbytes * part // PARTS for part in range(1, PARTS + 1)} | {min(lacking, offer.nbytes)}
+    looked_at = [
+        (_glance(request, relief) + cost(relief), relief)
+        for relief in sorted(amounts - {0})
+        if relief >= min(lacking, offer.nbytes) and ideal + cost(relief) < enough  # else no plan is as fast
+    ]
+    relief = min(looked_at, default=(0.0, 0))[1]
+    if not relief:
+        return planned
+    wider = replace(request, traces=tuple(relieved(trace, relief) for trace in request.traces))
+    others = tuple(replace(each, relief=relief) for each in plan_all(policy, wider, must_fit=False))
+    return others if seconds(others) + cost(relief) < enough else planned
+
+
+def _glance(request: PlanRequest, relief: int) -> float:
+    """Return about what the iterations take if so much state gives way."""
+    pairs = zip(request.traces, request.budgets, strict=True)
+    return sum(
+        glance(relieved(trace, relief), max(0, budget + request.correction), request.links) for trace, budget in pairs
+    )

@@ -39,6 +39,7 @@ FEWER = (0.65, 0.55, 0.45, 0.4, 0.3, 0.2, 0.1)
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
 GLANCE = 8  # of these, beside others who need the memory bus, for what would be the fastest without them
+SHORT = 16  # of these where a budget is only looked at
 TRIMS = 100  # levers that are looked at again, the dearest first
 POLITE = 0.019
 """Of the fastest plan's step: what it may take to move less where others need the memory bus.
@@ -71,6 +72,17 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     if not planner.fits:
         planner.squeeze()
     return planner.chosen().plan
+
+
+def glance(trace: Trace, budget: int, links: Links) -> float:
+    """The seconds of an iteration within the budget, by a short search; endless if that finds no plan."""
+    planner = _Planner(trace, budget, links)
+    planner.left = SHORT
+    if not planner.keeps_everything():
+        planner.search()
+        planner.improve()
+        planner.try_extremes()
+    return planner.best.result.seconds if planner.fits else float("inf")
 
 
 @dataclass(slots=True)

@@ -42,6 +42,10 @@ class DeviceRelief:
         nbytes = self.of.state.may_give_way(self.device)
         return StateOffer(nbytes, 2 / self.links.both / self.of.progress.iterations_of_step) if nbytes else None
 
-    def make_room(self, nbytes: int) -> bool:
-        """Have state give way when the next forward begins, or where there is less of it frozen weights."""
-        return self.of.state.give_way(self.device, nbytes) or self.of.streaming.relieve(self.device, nbytes)
+    def give_way(self, nbytes: int) -> int:
+        """Have state demoted when the next forward begins."""
+        return self.of.state.give_way(self.device, nbytes)
+
+    def stream_weights(self, nbytes: int) -> bool:
+        """Have frozen weights streamed from the next forward on, if that helps."""
+        return self.of.streaming.relieve(self.device, nbytes)

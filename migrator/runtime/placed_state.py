@@ -76,11 +76,13 @@ class PlacedState:
         # By optimizer, the identities of its master weights. PyTorch swaps no tensors that have weak references.
         self._masters = WeakIdKeyDictionary()
         self._thread = _Thread()
+        self._steps_in_backward = False  # where state that comes for a step has to have room beside saved tensors
         self._gives_way: dict[torch.device, int] = {}  # bytes that give way to saved tensors; 0 once that is done
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
         """An optimizer begins a step, after so many of the program: it may make its state."""
         pages = self._pages()
+        self._steps_in_backward |= torch._C._current_graph_task_id() != -1
         if pages is None:
             return
         rooms = {} if optimizer in self._placed else state_rooms(optimizer, self._savers.thread.saver)
@@ -145,18 +147,15 @@ class PlacedState:
         """Bytes of state in a GPU's memory that would come for steps in slices; 0 once it was asked to give way."""
         pages = self._pages()
         residence = None if pages is None or device.type != "cuda" else pages.residence(device)
-        if residence is None or device in self._gives_way or not all(map(may_be_split, tuple(self._known))):
+        if residence is None or device in self._gives_way or self._steps_in_backward:
             return 0
-        return residence.demotable()
+        return residence.demotable() if all(map(may_be_split, tuple(self._known))) else 0
 
-    def give_way(self, device: torch.device, nbytes: int) -> bool:
-        """Have so much state demoted to DRAM as the next forward begins; return whether there is as much."""
-        if device in self._gives_way:  # of several threads another has asked
-            return True
-        if self.may_give_way(device) < nbytes:
-            return False
-        self._gives_way[device] = nbytes
-        return True
+    def give_way(self, device: torch.device, nbytes: int) -> int:
+        """Have so much state demoted to DRAM as the next forward begins; return how many bytes of it there are."""
+        if there := min(nbytes, self.may_give_way(device)):
+            self._gives_way[device] = there
+        return there
 
     def forward_begins(self) -> None:
         """An outermost module's forward begins: what this thread allocates is no state, and what gives way does so."""

@@ -79,19 +79,23 @@ def run(learner: Learner, iterations: Sequence[tuple[Trace, int]], elsewhere: in
 
 
 class Gives:
-    """Makes whatever room is `asked` for, if it `gives`, and offers state in the place of saved tensors."""
+    """Streams weights, and has state give way, for whatever is `asked`; `gone` is that of state."""
 
-    def __init__(self, asked: list[int], offer: StateOffer | None = None, *, gives: bool = True) -> None:
+    def __init__(self, asked: list[int], offer: StateOffer | None = None) -> None:
         self.asked = asked
+        self.gone: list[int] = []
         self.offered = offer
-        self.gives = gives
 
     def offer(self) -> StateOffer | None:
-        return None if self.asked else self.offered
+        return None if self.gone else self.offered
 
-    def make_room(self, nbytes: int) -> bool:
+    def give_way(self, nbytes: int) -> int:
+        self.gone.append(nbytes)
+        return nbytes
+
+    def stream_weights(self, nbytes: int) -> bool:
         self.asked.append(nbytes)
-        return self.gives
+        return True
 
 
 class Later:

@@ -209,13 +209,15 @@ def test_master_weights_that_hbm_will_have_no_room_for_are_taken_in_before_the_f
 def test_state_gives_way_once_as_the_next_forward_begins(program: Program) -> None:
     program.step()
     assert program.placed.may_give_way(GPU) == 100
-    assert not program.placed.give_way(GPU, 101), "there is less of it"
-    assert program.placed.give_way(GPU, 60) and not program.room_made
+    assert program.placed.give_way(GPU, 60) == 60 and not program.room_made
     for _ in range(2):
         program.placed.forward_begins()
     assert program.room_made == [60]
-    assert program.placed.may_give_way(GPU) == 0
-    assert program.placed.give_way(GPU, 60), "as another thread has asked for"
+    assert program.placed.may_give_way(GPU) == program.placed.give_way(GPU, 60) == 0
+
+
+def test_no_more_state_gives_way_than_there_is(program: Program) -> None:
+    assert program.placed.give_way(GPU, 101) == 100
 
 
 def test_state_gives_way_later_if_another_thread_may_use_it(program: Program) -> None:
@@ -234,6 +236,14 @@ def test_state_gives_way_to_nothing_if_it_would_be_read_where_it_lies(program: P
     program.placed.stepped(program.optimizer)
     assert program.placed.may_give_way(GPU) == 0
     assert not program.placed.give_way(GPU, 1)
+
+
+def test_state_gives_way_to_nothing_if_steps_are_made_within_backward(program: Program) -> None:
+    """Where what comes to HBM for them would need the room that it left."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.register_post_accumulate_grad_hook(lambda _: program.step())
+    weight.sum().backward()
+    assert program.placed.may_give_way(GPU) == 0
 
 
 def test_what_another_tensor_has_the_memory_of_is_not_taken_in(program: Program) -> None:
