@@ -109,6 +109,7 @@ def _number(value: float | None) -> str:
 def take_over(results: Path) -> None:
     """Put what a run of the zoo measured in the place of older speeds of the same programs and budgets."""
     known = {(one["program"], one["budget"]): one for one in load()}
+    beside = {one["program"]: one["beside"] for one in sorted(known.values(), key=lambda one: one["day"])}
     for program, record in read(results).items():
         plain = {} if record["error"] else record["rows"][PLAIN]
         if not plain or not plain["memory"] or "rows" not in record:
@@ -131,7 +132,7 @@ def take_over(results: Path) -> None:
                     "memory": round(100 * other["memory"] / plain["memory"]),
                 }
                 for way, other in others.items()
-            }
+            } or beside.get(program, {})  # which no budget changes, and which need not be measured again
             card = record["device"].removeprefix("NVIDIA ").partition(" ")[0]
             known[program, int(percent)] = speed | {"card": card, "day": record["day"]}
     lines = ",\n".join(f" {json.dumps(one)}" for one in known.values())
