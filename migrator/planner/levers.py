@@ -71,6 +71,7 @@ class Levers:
 
     def __init__(self, trace: Trace, budget: int, links: Links) -> None:
         self.trace = trace
+        self.waits = False  # whether compute waits for each copy out, so that what moves is gone once it was saved
         self.room = room(trace, budget)
         self.below = links.below
         lives = trace.lifetimes
@@ -147,7 +148,8 @@ class Levers:
         np.add.at(changes, np.minimum(self.released_at, first)[again], -self.nbytes[again])
         moved = self._moved(state)
         if len(moved):
-            gone = np.maximum(self._stretch(self._left(moved)), self.held[moved])
+            left = self.saved_at[moved] if self.waits else self._left(moved)
+            gone = np.maximum(self._stretch(left), self.held[moved])
             out = np.minimum(gone, self.again[moved])
             np.add.at(changes, out, -self.nbytes[moved])
             np.add.at(changes, self.again[moved], self.nbytes[moved])

@@ -33,6 +33,7 @@ class Search(Levers):
             Until when the lane out may be busy, as a multiple of the time of the last save.
         """
         deadline = lane * float(self.times[self.turn])
+        move_cost = self.move_cost + self.lane_seconds if self.waits else self.move_cost
         while True:
             over = (self.used(state) + extra - self.room).clip(min=0)
             worst = int(over.argmax()) if len(over) else 0
@@ -44,12 +45,24 @@ class Search(Levers):
             fits &= self.nbytes <= self.left_below(state)
             rates = np.concatenate(
                 (
-                    _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & self.before_turn),
+                    _rate(move_cost, self._relief(weight, out, self.again), kept & fits & self.before_turn),
                     _rate(self.drop_costs(state), self._relief(weight, self.birth, self.again), kept),
                 )
             )
-            if not self._pull(state, rates, int(over[worst]) // ROUNDS, deadline):
+            if not (self._pull(state, rates, int(over[worst]) // ROUNDS, deadline) or self._move_instead(state, worst)):
                 return False
+
+    def _move_instead(self, state: State, worst: int) -> bool:
+        """Move what is recomputed before a stretch, and lies there; the largest first. Return whether anything does.
+
+        It is made early for another, as the input of the loss for its logarithm. No lever frees it there but that.
+        """
+        there = (state.action == DROP) & (state.made < worst) & (worst < self.again) & self.before_turn
+        there &= self.nbytes <= self.left_below(state)
+        if not there.any():
+            return False
+        state.action[np.argmax(np.where(there, self.nbytes, 0))] = MOVE
+        return True
 
     def _relief(self, weight: Floats, first: Ints, end: Ints) -> Floats:
         """Bytes times the weight of the stretches in which they are gone."""
@@ -58,6 +71,8 @@ class Search(Levers):
 
     def _moves(self, state: State, deadline: float) -> tuple[Ints, NDArray[np.bool_]]:
         """For every storage the stretch in which it would have left, and whether the lane would be done in time."""
+        if self.waits:
+            return np.maximum(self._stretch(self.saved_at), self.held), np.ones(len(self.idents), dtype=bool)
         moved = self._moved(state)
         at = np.searchsorted(self.saved_at[moved], self.saved_at, side="right")
         behind = np.concatenate((np.cumsum(self.lane_seconds[moved][::-1])[::-1], [0.0]))

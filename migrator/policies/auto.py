@@ -30,7 +30,8 @@ from torch_tiers.migrator.simulator import Simulated, simulate
 
 RECOMPUTES = True
 
-LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
+WAITING = 1e9
+LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, WAITING)
 """For how long the lane out may be busy, as multiples of the forward; the last is for budgets that need it."""
 
 FEWER = (0.65, 0.55, 0.45, 0.4, 0.3, 0.2, 0.1)
@@ -51,6 +52,7 @@ a GPT that moved 6 GiB lost less than 1% beside 100 GB/s of copies, where 3 to 4
 others is no reason to be slower than it was without them.
 """
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
+WAITING_REPAIRS = 12  # of what waits for each copy out, where there is the least room
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
@@ -67,7 +69,8 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     if planner.keeps_everything():
         return planner.best.plan
     planner.search()
-    planner.improve()
+    planner.improve(planner.best)
+    planner.wait()
     planner.try_extremes()
     if not planner.fits:
         planner.squeeze()
@@ -80,7 +83,8 @@ def glance(trace: Trace, budget: int, links: Links) -> float:
     planner.left = SHORT
     if not planner.keeps_everything():
         planner.search()
-        planner.improve()
+        planner.improve(planner.best)
+        planner.wait()
         planner.try_extremes()
     return planner.best.result.seconds if planner.fits else float("inf")
 
@@ -121,12 +125,21 @@ class _Planner:
             if self.left > 0:
                 self._solve(lane, self.levers.start(), 0)
 
-    def improve(self) -> None:
+    def improve(self, best: _Tried) -> None:
         """Go about what was best in other ways."""
         for lane in LANES:
             for change in (self.levers.exchange, self.levers.reassign):
-                if self.left > 0 and self.best.state is not None:
-                    self._change(self.best, lane, change)
+                if self.left > 0 and best.state is not None:
+                    tried = self._change(best, lane, change)
+                    if tried is not None and self._fits(tried) and tried.result.seconds < best.result.seconds:
+                        best = tried
+
+    def wait(self) -> None:
+        """Search for what fits if compute waits for each copy out, as it has to where little room is left."""
+        self.levers.waits = True
+        if self.left > 0 and self._fits(tried := self._solve(WAITING, self.levers.start(), 0, WAITING_REPAIRS)):
+            self.improve(tried)
+        self.levers.waits = False
 
     def try_extremes(self) -> None:
         """Where nothing that was searched fits, try what holds least."""
@@ -148,15 +161,17 @@ class _Planner:
             self.levers.below = PCIE_GEN5.below
             for lane in LANES:
                 self._solve(lane, self.levers.start(), 0)
+            self.wait()
         if self.fits:
             return
         if self.spilling is None:
             raise self._too_small()
         self.best, self.fitting = self.spilling, [self.spilling]
 
-    def _solve(self, lane: float, state: State, held: Bytes | int) -> None:
-        """Search from a state, and again with what the simulator found over the budget."""
-        for _ in range(REPAIRS):
+    def _solve(self, lane: float, state: State, held: Bytes | int, repairs: int = REPAIRS) -> _Tried:
+        """Search from a state, and again with what the simulator found over the budget; return what was tried last."""
+        while True:
+            repairs -= 1
             solved = self.levers.solve(state, held, lane)
             if solved:
                 self.levers.trim(state, held, TRIMS)
@@ -164,19 +179,24 @@ class _Planner:
             tried.state, tried.held = state.copy(), held
             self._consider(tried)
             over = (tried.result.hbm - self.budget).clip(min=0)
-            if not solved or not over.any() or self.left <= 0:
-                return
+            if not solved or not over.any() or self.left <= 0 or not repairs:
+                return tried
             held = held + over
 
-    def _change(self, best: _Tried, lane: float, change: Callable[[State, Bytes | int, float], bool]) -> None:
-        """Move other storages than a plan does."""
+    def _change(self, best: _Tried, lane: float, change: Callable[[State, Bytes | int, float], bool]) -> _Tried | None:
+        """Move other storages than a plan does; None if that changes nothing."""
         assert best.state is not None
         state = best.state.copy()
-        if change(state, best.held, lane):
-            self.levers.trim(state, best.held, TRIMS)
-            tried = self._try(self.levers.choice(state))
-            tried.state, tried.held = state, best.held
-            self._consider(tried)
+        if not change(state, best.held, lane):
+            return None
+        self.levers.trim(state, best.held, TRIMS)
+        tried = self._try(self.levers.choice(state))
+        tried.state, tried.held = state, best.held
+        self._consider(tried)
+        return tried
+
+    def _fits(self, tried: _Tried) -> bool:
+        return tried.result.peak["hbm"] <= self.budget and tried.plan.stored_bytes <= self.links.below
 
     def _try(self, choice: Choice) -> _Tried:
         self.left -= 1
