@@ -122,7 +122,7 @@ class Residence:
 
     def demotable(self) -> int:
         """The bytes of state in HBM that `make_room` may demote."""
-        return sum(block.nbytes - block.in_dram for block in self._state())
+        return sum(block.nbytes - block.in_dram for block in self._state_residents())
 
     def state_blocks(self) -> set[int]:
         """The addresses of all state."""
@@ -170,11 +170,10 @@ class Residence:
         if self._passes % PATIENCE == 0 and glance.dram:
             self._move_some(self._weights(), glance.spilled_so_far)
 
-    def _state(self) -> list[Resident]:
-        """By how much blocks of state lie in DRAM.
+    def _state_residents(self) -> list[Resident]:
+        """The blocks of state of two pages or more, with their bytes in DRAM.
 
-        Smaller ones are many and have few bytes. They move with those that they share a page with, as all of a page
-        does, whatever its size.
+        Smaller blocks are many and have few bytes. They move with the page that they lie on.
         """
         blocks = self._core.blocks()
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
@@ -191,7 +190,7 @@ class Residence:
         return found
 
     def _move_some(self, weights: Mapping[int, int], short: int) -> bool:
-        core, state = self._core, self._state()
+        core, state = self._core, self._state_residents()
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         demote, promote = demote_or_promote(

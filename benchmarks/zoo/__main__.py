@@ -54,7 +54,7 @@ class Driver:
     options
         Of every `tiers bench`.
     own
-        Whether a program also runs with its own checkpointing, which no budget changes.
+        Whether programs also run with their own activation checkpointing. Such runs have no budget.
     until
         When no program may begin any more, by `time.monotonic`.
     """
@@ -187,7 +187,12 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--rounds", type=int, default=1, help="in which plain, budgets and checkpointing take turns")
     parser.add_argument("--peers", metavar="NAMES", help="also these of `tiers bench`: save_on_cpu,static split")
-    parser.add_argument("--no-own", action="store_true", help="without the programs' own checkpointing")
+    parser.add_argument(
+        "--own",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with the programs' own checkpointing; without it, results of it in DIR are dropped",
+    )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no program begins")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one run may take")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
@@ -205,7 +210,7 @@ def main() -> None:
     )
     bench += ["--rounds", str(options.rounds), "--seconds", str(options.timeout), *["--retry"] * options.retry]
     bench += ["--peers", options.peers] if options.peers else []
-    driver = Driver(options.out, words, bench, not options.no_own, time.monotonic() + options.limit)
+    driver = Driver(options.out, words, bench, options.own, time.monotonic() + options.limit)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(k) for k in range(options.gpus)]
     places = shared_out(names[: options.gpus], sorted(os.sched_getaffinity(0)))

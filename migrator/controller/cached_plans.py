@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import xxhash
 
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.model import trace_json
 from torch_tiers.migrator.model.fields import field as value_of
 from torch_tiers.migrator.model.fields import finite, items, mapping, parse, record, text, whole
@@ -28,38 +29,6 @@ KINDS = 8  # of iterations, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Corrections:
-    """Corrections of recorded times, of the budget and of the links; see `Feedback`.
-
-    Attributes
-    ----------
-    budget : int
-        Bytes added to the budget.
-    pace, host_pace : float
-        Factors for the program's times on the device and on the host.
-    hooks : float
-        Seconds that the hooks take the host in an iteration, under any plan.
-    issuing : float
-        The host's seconds for the program, as recorded.
-    joins : bool
-        Whether the host waits for the device between two iterations.
-    calls : Calls
-        Host costs of a plan's parts.
-    parts : dict
-        Factors for the assumed bandwidths, by lane.
-    """
-
-    budget: int = 0
-    pace: float = 1.0
-    host_pace: float = 1.0
-    hooks: float = 0.0
-    issuing: float = 0.0
-    joins: bool = False
-    calls: Calls = field(default_factory=Calls)
-    parts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class CachedPlans:
     """A plan for each kind of iteration, with its trace as recorded, and the corrections since.
 
@@ -69,8 +38,10 @@ class CachedPlans:
         The assumed bandwidths, before any correction.
     static : int
         Bytes in use between two iterations.
-    streamed, state : int
-        Bytes that HBM lacked, so that frozen weights are streamed, and bytes of state that gave way to the plans.
+    streamed : int
+        Bytes that HBM lacked, for which frozen weights are streamed; 0 if none are.
+    state : int
+        Bytes of optimizer state that were demoted for these plans.
     """
 
     traces: tuple[Trace, ...]

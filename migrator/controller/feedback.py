@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torch_tiers.migrator.controller.budget import SETTLING, SURE, Budget
-from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.planned import PlannedIteration, PlanRequest, hold_least
 from torch_tiers.migrator.model.links import Calls, Links

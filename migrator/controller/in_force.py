@@ -7,7 +7,7 @@ from operator import is_
 
 from torch_tiers.migrator.controller.cached_plans import CachedPlans
 from torch_tiers.migrator.controller.plan_requests import PlanningFailed, PlanRequests
-from torch_tiers.migrator.controller.planned import PlannedIteration, following, relieved
+from torch_tiers.migrator.controller.planned import PlannedIteration, following
 from torch_tiers.migrator.controller.relief import Relief
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -36,12 +36,14 @@ class PlansInForce:
         self.iterations = 0  # iterations that ended under them, and with what is predicted of them now
         self.any_yet = False  # whether there ever were any
         self.recorded: tuple[Trace, ...] = ()  # `traces` as they were recorded
-        # Those of the last plans that state gave way for: as they were recorded, and as they are without it.
+        # Of the last plans: traces that state was taken from, each as recorded and without that state; its bytes; and
+        # whether there was less of it than they are made without.
         self.without_state: tuple[tuple[Trace, Trace], ...] = ()
+        self.gone, self.falls_short = 0, False
         self._budget = budget
         self._warned = warned
         self.streamed = 0  # bytes that HBM lacked, so that frozen weights are streamed
-        self.state = 0  # bytes of state that gave way
+        self.state = 0  # bytes of state that was demoted for plans, these or earlier ones
         self._relief = relief
 
     @property
@@ -54,9 +56,19 @@ class PlansInForce:
         return len(recorded) == len(self.recorded) and all(map(is_, recorded, self.recorded))
 
     def take_over(self, requests: PlanRequests, took: float | None, *, afresh: bool) -> bool | None:
-        """Take over plans that are ready; return whether they differ from those in force; None if none are.
+        """Take over plans that are ready, and demote the state that they are made without.
 
         See `planned.following` for the parameters.
+
+        Returns
+        -------
+        bool or None
+            Whether they differ from those in force; None if none are ready.
+
+        Raises
+        ------
+        NoPlanFits
+            If no plan fits, and there was never one.
         """
         try:
             taken = requests.take()
@@ -73,23 +85,24 @@ class PlansInForce:
         planned, request, recorded = taken
         planned = following(planned, self.planned, request, took, afresh=afresh)
         differ = afresh or [each.plan for each in planned] != [each.plan for each in self.planned]
-        traces, recorded = self._without_state(planned, request.traces, recorded)
+        traces, recorded = self._demote_state(planned, request.traces, recorded)
         self.begin(planned, traces, recorded)
         return differ
 
-    def _without_state(
+    def _demote_state(
         self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], recorded: tuple[Trace, ...]
     ) -> tuple[tuple[Trace, ...], tuple[Trace, ...]]:
-        """Have the state give way that the plans are made without; return the traces without it."""
-        relief = max((each.relief for each in planned), default=0)
-        gone = self._relief.give_way(relief) if relief else 0
+        """Demote the state that the plans are made without; return the traces without it."""
+        wanted = max((each.demoted for each in planned), default=0)
+        gone = self.gone = self._relief.demote(wanted) if wanted else 0
+        self.falls_short = gone < wanted
         if not gone:
             self.without_state = ()
             return traces, recorded
         self.state += gone
-        without = tuple(relieved(trace, gone) for trace in recorded)
+        without = tuple(trace.without_state(gone) for trace in recorded)
         self.without_state = tuple(zip(recorded, without, strict=True))
-        return tuple(relieved(trace, gone) for trace in traces), without
+        return tuple(trace.without_state(gone) for trace in traces), without
 
     def begin(
         self, planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], recorded: tuple[Trace, ...]
@@ -103,7 +116,7 @@ class PlansInForce:
         if found.streamed and self._relief.stream_weights(found.streamed):
             self.streamed = found.streamed
         if found.state:
-            self.state = self._relief.give_way(found.state)
+            self.state = self._relief.demote(found.state)
         self.begin(planned, traces, found.traces)
 
     def forget(self) -> None:
@@ -111,7 +124,9 @@ class PlansInForce:
         self.planned, self.traces = (), ()
 
     def relieve_or_warn(self) -> bool:
-        """Return whether there will be room for other plans, if these exceed the budget; if there will not, warn."""
+        """Return whether others are to be made for what is recorded anew; warn if these exceed the budget for good."""
+        if self.falls_short:
+            return True
         exceeds = max((each.exceeds for each in self.planned), default=0)
         # Once: plans that exceed the budget with that room are what there is.
         if exceeds and not self.streamed and self._relief.stream_weights(exceeds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 

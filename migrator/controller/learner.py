@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
 from torch_tiers.migrator.controller.budget import SETTLING
-from torch_tiers.migrator.controller.cached_plans import Corrections, PlanCache
+from torch_tiers.migrator.controller.cached_plans import PlanCache
 from torch_tiers.migrator.controller.cached_run import CachedRun
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.in_force import PlansInForce
 from torch_tiers.migrator.controller.outcome import IterationOutcome
@@ -61,7 +62,7 @@ class Learner:
     without_layout : int
         Bytes of the target that plans leave free where iterations differ in size: no layout serves all of them.
     relief : Relief
-        Makes other room in HBM. Iterations for which weights are streamed are recorded anew.
+        Demotes state, and streams weights; iterations for which weights are streamed are recorded anew.
     """
 
     def __init__(
@@ -85,14 +86,13 @@ class Learner:
         self._without_layout = without_layout
         self._static: Callable[[], int] = int  # bytes in use between iterations
         self._requests = PlanRequests(policy, submit, relief, must_fit=must_fit)
-        self._in_force = PlansInForce(budget or target, set() if warned is None else warned, relief)
+        self._in_force = PlansInForce(target if budget is None else budget, set() if warned is None else warned, relief)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
         self._iterations = self._begun = begun
-        self._whole = False  # whether any iteration was
-        self._afresh = False  # whether something was recorded since plans were taken over
-        self._due = False  # whether plans are to be asked for, for what was recorded
-        self._relieved = False  # whether the next forward makes room for other plans
+        # Whether any iteration was whole; something was recorded since plans were taken over; plans are to be asked
+        # for, for what was recorded; the next forward makes room for other plans.
+        self._whole = self._afresh = self._due = self._relieved = False
 
     @property
     def records_next(self) -> bool:
@@ -222,17 +222,18 @@ class Learner:
         if before._recordings.learning:
             return False
         self._recordings, self._iterations, self._whole = before._recordings, before._iterations, before._whole
+        self._in_force.state, self._in_force.streamed = before._in_force.state, before._in_force.streamed
         if self._resume_from_cache(self._recordings.traces[-1]):
             return True
         self._afresh = True
-        self._plan()
-        self._await_plans()
+        self._plan_and_wait()
         if not self._in_force.planned or hold_least(self._in_force.planned):
             self.forget()
             return False
         return True
 
-    def _await_plans(self) -> None:
+    def _plan_and_wait(self) -> None:
+        self._plan()
         waited = self._requests.asked
         if waited and not self._requests.wait(DEADLINE) and not self._requests.asked:
             self._in_force.say_failed(f"no plan could be made within {DEADLINE:g} s")
@@ -294,8 +295,7 @@ class Learner:
         self._feedback.relink(replace(given, below=below, dram=min(below, given.dram)))
         if self._recordings.learning:
             return  # what is recorded now is planned with these
-        self._plan()
-        self._await_plans()
+        self._plan_and_wait()
 
     def finish(self) -> None:
         """Wait for plans that are being made, as reports at the program's end describe them."""
@@ -329,7 +329,7 @@ class Learner:
         differ = self._in_force.take_over(self._requests, self._feedback.took, afresh=self._afresh)
         if differ is None:
             return False
-        self._recordings.exchange(self._in_force.without_state)
+        self._recordings.demoted(self._in_force.gone, self._in_force.without_state)
         if self._afresh:
             self._recordings.planned(self._iterations)
         self._afresh = False
@@ -337,7 +337,7 @@ class Learner:
         if differ:
             self._begin()
         else:
-            # To begin with a plan anew costs steps of a second.
+            # To begin with a plan anew costs steps of seconds.
             self._feedback.budget.stayed()
             log.info("iteration %d, the plans stay: %s", self._iterations, "; ".join(map(str, self._in_force.planned)))
         return differ

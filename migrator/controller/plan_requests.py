@@ -35,7 +35,7 @@ class PlanRequests:
     submit : callable
         Has a job done that takes long.
     relief : Relief
-        Offers state that may give way, if plans are to be for what was recorded since there were any.
+        Tells what state may be demoted. It is asked only if the present plans may not stay.
     must_fit : bool
         Whether a budget that no plan meets is an error.
     """
@@ -62,9 +62,9 @@ class PlanRequests:
         """Ask for plans, for traces that were `recorded` before their times were corrected."""
         self.drop()
         self._request = request, recorded
-        quick = sum(len(trace.sites) for trace in request.traces if trace.times) <= AT_ONCE
-        offer = None if request.present else self._relief.offer()
-        job = partial(plan_with_state, self._policy, request, offer, must_fit=self._must_fit)
+        state = None if request.present else self._relief.demotable()
+        quick = state is None and sum(len(trace.sites) for trace in request.traces if trace.times) <= AT_ONCE
+        job = partial(plan_with_state, self._policy, request, state, must_fit=self._must_fit)
         self._ordered = (in_thread if quick else self._submit)(job)
         if quick:
             self._ordered.exception()  # waits; if a signal's handler raises here, the plans are taken over later

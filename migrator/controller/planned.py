@@ -34,8 +34,8 @@ class PlannedIteration:
         The budget that the policy was given, in bytes.
     stays : bool
         Whether it is the present plan. A plan from another process is a copy, with groups of its own.
-    relief : int
-        Bytes of state that are to give way: it is made for its trace without them, see `relieved`.
+    demoted : int
+        Bytes of optimizer state to demote. The plan is made for its trace without them.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ class PlannedIteration:
     least: bool = False
     asked: int = 0
     stays: bool = False
-    relief: int = 0
+    demoted: int = 0
 
     def after(self, before: PlannedIteration, *, afresh: bool = False) -> PlannedIteration:
         """Return the same, with the present plan itself if that stays or the new one equals it.
@@ -99,6 +99,11 @@ class PlanRequest:
     links: Links
     present: tuple[PlannedIteration, ...] = ()
 
+    @property
+    def corrected_budgets(self) -> tuple[int, ...]:
+        """Return the corrected budget for each trace, in bytes."""
+        return tuple(max(0, budget + self.correction) for budget in self.budgets)
+
 
 def plan_all(policy: Policy, request: PlanRequest, *, must_fit: bool = True) -> tuple[PlannedIteration, ...]:
     """Make a plan for each trace, for its corrected budget; raise NoPlanFits if there is none and it `must_fit`."""
@@ -110,11 +115,6 @@ def plan_all(policy: Policy, request: PlanRequest, *, must_fit: bool = True) -> 
     return tuple(planned)
 
 
-def relieved(trace: Trace, nbytes: int) -> Trace:
-    """Return the trace with so many bytes less of what is not saved in HBM."""
-    return replace(trace, others=tuple(max(0, other - nbytes) for other in trace.others)) if nbytes else trace
-
-
 def needs(trace: Trace, links: Links) -> int:
     """Return the bytes of HBM that an iteration needs if everything stays there."""
     return simulate(trace, links, POLICIES["keep"](trace, trace.saved_bytes, links)).peak["hbm"]
@@ -123,8 +123,8 @@ def needs(trace: Trace, links: Links) -> int:
 def predict_all(plans: Sequence[Plan], request: PlanRequest) -> tuple[PlannedIteration, ...]:
     """Return plans that were made earlier for what is asked for, with predictions."""
     return tuple(
-        PlannedIteration(plan, simulate(trace, request.links, plan), asked=max(0, budget + request.correction))
-        for plan, trace, budget in zip(plans, request.traces, request.budgets, strict=True)
+        PlannedIteration(plan, simulate(trace, request.links, plan), asked=budget)
+        for plan, trace, budget in zip(plans, request.traces, request.corrected_budgets, strict=True)
     )
 
 
@@ -211,5 +211,5 @@ def _fastest(policy: Policy, trace: Trace, smallest: int, asked: int, links: Lin
 
 
 def with_overflow(predicted: Simulated, budget: int, links: Links) -> float:
-    """Return the seconds of an iteration if what exceeds the budget lies in host memory."""
+    """Return the seconds of an iteration whose excess over the budget, in bytes, lies in host memory."""
     return predicted.seconds + CROSSINGS * max(0, predicted.peak["hbm"] - budget) / links.h2d

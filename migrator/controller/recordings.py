@@ -140,10 +140,11 @@ class Recordings:
             kind.trace = kind.trace.without(keys)
         return any(map(is_not, self.traces, before))
 
-    def exchange(self, pairs: Collection[tuple[Trace, Trace]]) -> None:
-        """Have the second of each pair in the place of the first."""
-        for kind in self._kinds:
-            kind.trace = next((after for before, after in pairs if kind.trace is before), kind.trace)
+    def demoted(self, nbytes: int, pairs: Collection[tuple[Trace, Trace]]) -> None:
+        """Take in that so much state was demoted: of each pair the second trace is the first without it."""
+        for kind in self._kinds if nbytes else ():
+            known = (without for trace, without in pairs if kind.trace is trace)
+            kind.trace = next(known, None) or kind.trace.without_state(nbytes)
 
     def planned(self, iteration: int) -> None:
         """Begin the pause until the next look: there are plans for what was recorded."""

@@ -150,6 +150,11 @@ class Links:
         usual = None if self.usual is None else replace(self.usual, calls=calls)
         return replace(self, calls=calls, usual=usual)
 
+    def without_dram(self, nbytes: int) -> Links:
+        """Return these links with so many bytes less of DRAM, in which something else lies."""
+        dram, below = (of if of >= BOUNDLESS else max(0, of - nbytes) for of in (self.dram, self.below))
+        return replace(self, dram=dram, below=below)
+
     def reduced(self, left: Mapping[str, float]) -> Links:
         """Return what is left of the links while the memory bus is busy.
 

@@ -126,6 +126,10 @@ class Trace:
         (*times, seconds), _ = wall(clocks)
         return replace(self, clocks=clocks, times=tuple(times), seconds=seconds)
 
+    def without_state(self, nbytes: int) -> Trace:
+        """Return the trace with `nbytes` less in HBM beside saved tensors, in every stretch."""
+        return replace(self, others=tuple(max(0, other - nbytes) for other in self.others))
+
     def without(self, keys: Collection[str]) -> Trace:
         """Return the same iteration, in which nothing is recomputed that was saved at these sites."""
         idents = {site.storage for site in self.sites if site.key in keys}

@@ -40,7 +40,7 @@ FEWER = (0.65, 0.55, 0.45, 0.4, 0.3, 0.2, 0.1)
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
 GLANCE = 8  # of these, beside others who need the memory bus, for what would be the fastest without them
-SHORT = 16  # of these where a budget is only looked at
+SHORT = 16  # of these for an estimate of one budget
 TRIMS = 100  # levers that are looked at again, the dearest first
 POLITE = 0.019
 """Of the fastest plan's step: what it may take to move less where others need the memory bus.
@@ -68,24 +68,21 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     planner = _Planner(trace, budget, links)
     if planner.keeps_everything():
         return planner.best.plan
-    planner.search()
-    planner.improve(planner.best)
-    planner.wait()
-    planner.try_extremes()
+    planner.find()
     if not planner.fits:
         planner.squeeze()
     return planner.chosen().plan
 
 
-def glance(trace: Trace, budget: int, links: Links) -> float:
-    """The seconds of an iteration within the budget, by a short search; endless if that finds no plan."""
+def estimate(trace: Trace, budget: int, links: Links) -> float:
+    """Seconds of an iteration within `budget` bytes, by a short search; infinite if it finds no plan.
+
+    The trace must have times.
+    """
     planner = _Planner(trace, budget, links)
     planner.left = SHORT
     if not planner.keeps_everything():
-        planner.search()
-        planner.improve(planner.best)
-        planner.wait()
-        planner.try_extremes()
+        planner.find()
     return planner.best.result.seconds if planner.fits else float("inf")
 
 
@@ -117,6 +114,13 @@ class _Planner:
     def keeps_everything(self) -> bool:
         """Whether the program fits as it is."""
         return self.fits
+
+    def find(self) -> None:
+        """Search in all ways."""
+        self.search()
+        self.improve(self.best)
+        self.wait()
+        self.try_extremes()
 
     def search(self) -> None:
         """Solve with each of several deadlines for the lane out."""

@@ -148,7 +148,7 @@ class Devices:
         options: Options,
         tensors: HookTensors,
         operators: OperatorClock | None,
-        relief: Callable[[torch.device, Links], Relief],
+        relief: Callable[[torch.device], Relief],
     ) -> Mover:
         """Make the mover of one thread for a device; open the device if it is the first.
 
@@ -179,7 +179,7 @@ class Devices:
             plan_cache=options.plan_cache(device, target),
             warned=shared.warned,
             begun=self._counters.iterations,
-            relief=relief(device, shared.links),
+            relief=relief(device),
             without_layout=int(WITHOUT_LAYOUT * shared.room) if device.type == "cuda" and options.pages() else 0,
         )
         lent, keeps = 0, options.policy == "keep"

@@ -32,6 +32,7 @@ from torch_tiers.migrator.state.parameter_state import has_own_storage
 
 log = logging.getLogger("tiers")
 
+STAYS = "optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM"
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 
@@ -76,8 +77,8 @@ class PlacedState:
         # By optimizer, the identities of its master weights. PyTorch swaps no tensors that have weak references.
         self._masters = WeakIdKeyDictionary()
         self._thread = _Thread()
-        self._steps_in_backward = False  # where state that comes for a step has to have room beside saved tensors
-        self._gives_way: dict[torch.device, int] = {}  # bytes that give way to saved tensors; 0 once that is done
+        self._steps_in_backward = False  # then what comes to HBM for a step needs room while saved tensors are there
+        self._to_demote: dict[torch.device, int] = {}  # bytes, when the next forward begins
 
     def stepping(self, optimizer: Optimizer, steps: int) -> None:
         """An optimizer begins a step, after so many of the program: it may make its state."""
@@ -143,26 +144,34 @@ class PlacedState:
             masters = master_weights(optimizer, of_models)
             self._move_out(pages, shortages_before_training(optimizer, masters, parameters, pages), masters)
 
-    def may_give_way(self, device: torch.device) -> int:
-        """Bytes of state in a GPU's memory that would come for steps in slices; 0 once it was asked to give way."""
+    def demotable_bytes(self, device: torch.device) -> int:
+        """Bytes of state in a GPU's memory that may be demoted; 0 if a step is not made in parts.
+
+        Of a step with a closure, which updates state in DRAM, that is not known here.
+        """
         pages = self._pages()
         residence = None if pages is None or device.type != "cuda" else pages.residence(device)
-        if residence is None or device in self._gives_way or self._steps_in_backward:
+        if residence is None or device in self._to_demote or self._steps_in_backward:
             return 0
         return residence.demotable() if all(map(may_be_split, tuple(self._known))) else 0
 
-    def give_way(self, device: torch.device, nbytes: int) -> int:
-        """Have so much state demoted to DRAM as the next forward begins; return how many bytes of it there are."""
-        if there := min(nbytes, self.may_give_way(device)):
-            self._gives_way[device] = there
+    def demote(self, device: torch.device, nbytes: int) -> int:
+        """Have up to so much state demoted when the next forward begins; return how many bytes will be."""
+        if there := min(nbytes, self.demotable_bytes(device)):
+            self._to_demote[device] = there
         return there
 
     def forward_begins(self) -> None:
-        """An outermost module's forward begins: what this thread allocates is no state, and what gives way does so."""
+        """An outermost module's forward begins: allocations are no state, and state that is to be demoted is."""
         self.over()
-        due = {device: nbytes for device, nbytes in self._gives_way.items() if nbytes}
-        if due and (pages := self._pages()) is not None and self._move_out(pages, due, ()):
-            self._gives_way.update(dict.fromkeys(due, 0))
+        pages = self._pages() if self._to_demote else None
+        if pages is None:
+            return
+        with self._moving() as may:
+            for device in tuple(self._to_demote) if may else ():
+                residence, nbytes = pages.residence(device), self._to_demote.pop(device)
+                if residence is not None and residence.make_room(nbytes):
+                    log.warning(STAYS)
 
     def masters(self, optimizer: Optimizer) -> frozenset[int]:
         """The identities of those of an optimizer's parameters that are master weights, as far as that is known."""
@@ -225,7 +234,7 @@ class PlacedState:
                     tensor.data = tensor.detach().clone()  # the same object, for whoever has it
                 nbytes -= tensor.nbytes
         except torch.OutOfMemoryError:
-            log.warning("optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM")
+            log.warning(STAYS)
         finally:
             self.over()
         residence.count_state()

@@ -36,6 +36,7 @@ class Progress:
         self._times = StepTimes()
         self._rounds = 0  # steps of all optimizers together
         self._unmanaged = 0
+        self._iterations_at_step = 0  # when the last step was over
 
     @property
     def steps(self) -> int:
@@ -43,9 +44,9 @@ class Progress:
         return self._times.count
 
     @property
-    def iterations_of_step(self) -> float:
-        """Iterations of a step: several where gradients are accumulated."""
-        return max(1.0, self._counters.iterations / max(1, self.steps))
+    def iterations_per_step(self) -> float:
+        """Iterations of a step so far, in the mean; several where gradients are accumulated."""
+        return max(1.0, self._iterations_at_step / max(1, self.steps))
 
     def tell_timeline(self, what: str, **more: object) -> None:
         """Tell the timeline what happened, if there is one."""
@@ -80,6 +81,7 @@ class Progress:
             )
         if not counts:
             return
+        self._iterations_at_step = self._counters.iterations
         self._times.step(now := time.perf_counter())
         self._counters.steps, self._counters.step_s = self._times.count, self._times.lately()
         if self._counters.timeline is not None:

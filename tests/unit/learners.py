@@ -15,7 +15,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.outcome import IterationOutcome
 from torch_tiers.migrator.controller.plan_requests import Job
 from torch_tiers.migrator.controller.planned import PlannedIteration
-from torch_tiers.migrator.controller.relief import StateOffer
+from torch_tiers.migrator.controller.relief import DemotableState
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import occupancy
@@ -79,19 +79,20 @@ def run(learner: Learner, iterations: Sequence[tuple[Trace, int]], elsewhere: in
 
 
 class Gives:
-    """Streams weights, and has state give way, for whatever is `asked`; `gone` is that of state."""
+    """Streams weights for whatever is `asked`, and demotes state, but for what it `keeps`; `gone` is what went."""
 
-    def __init__(self, asked: list[int], offer: StateOffer | None = None) -> None:
+    def __init__(self, asked: list[int], state: DemotableState | None = None, keeps: int = 0) -> None:
         self.asked = asked
         self.gone: list[int] = []
-        self.offered = offer
+        self.state = state
+        self.keeps = keeps
 
-    def offer(self) -> StateOffer | None:
-        return None if self.gone else self.offered
+    def demotable(self) -> DemotableState | None:
+        return None if self.gone else self.state
 
-    def give_way(self, nbytes: int) -> int:
-        self.gone.append(nbytes)
-        return nbytes
+    def demote(self, nbytes: int) -> int:
+        self.gone.append(max(0, nbytes - self.keeps))
+        return self.gone[-1]
 
     def stream_weights(self, nbytes: int) -> bool:
         self.asked.append(nbytes)

@@ -112,7 +112,7 @@ def known_links(
 def trace_and_links(path: Path, rates: Mapping[str, float], dram: int | None) -> tuple[Trace, Links, int | None]:
     """A trace, or that of a run directory; the links, as far as `rates` gives them; bytes below HBM, if known.
 
-    The links of a run directory are as that run corrected them.
+    The links of a run directory are corrected as that run measured. With any of `rates` they are not.
     """
     stats: dict[str, Any] = {}
     if path.is_dir():

@@ -1,14 +1,17 @@
-"""What a run corrected of the links, in `stats.json`: its last plan is predicted with these, and so are others."""
+"""The corrections of bandwidths and host costs in `stats.json`, which reports and plans of that run use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.model.fields import BadField, field, finite, mapping, record
 from torch_tiers.migrator.model.links import LANES, Calls, Links
+
+LEAST = 1e-6  # of a bandwidth: a lane that gives nothing is none
 
 
 def to_json(corrections: Corrections) -> dict[str, dict[str, float]]:
@@ -17,9 +20,16 @@ def to_json(corrections: Corrections) -> dict[str, dict[str, float]]:
 
 
 def check(value: object) -> None:
-    """Refuse what `to_json` does not write, as a `BadField`."""
+    """Check what `to_json` writes.
+
+    Raises
+    ------
+    BadField
+        If it is anything else.
+    """
     told = record(value, "corrections")
-    parts = mapping(field(told, "links", "corrections"), "corrections.links", finite, len(LANES))
+    part = partial(finite, low=LEAST, high=1.0)
+    parts = mapping(field(told, "links", "corrections"), "corrections.links", part, len(LANES))
     calls = mapping(field(told, "calls", "corrections"), "corrections.calls", finite, len(Calls.__slots__))
     if unknown := parts.keys() - set(LANES):
         raise BadField("corrections.links", f"names {min(unknown)}, and there is no such lane")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torch_tiers.cli.main import main
-from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.model.fields import BadField
 from torch_tiers.migrator.model.links import PCIE_GEN5, Calls
 from torch_tiers.planning import corrections
@@ -41,7 +41,8 @@ def test_a_run_that_does_not_tell_corrects_nothing(stats: dict[str, Any]) -> Non
         {},
         {"links": {}, "calls": {}},
         {"links": {"x2y": 1.0}, "calls": as_read(FOUND)["calls"]},
-        {"links": {"h2d": -1.0}, "calls": as_read(FOUND)["calls"]},
+        {"links": {"h2d": 0.0}, "calls": as_read(FOUND)["calls"]},
+        {"links": {"h2d": 1.5}, "calls": as_read(FOUND)["calls"]},
         {"links": {}, "calls": {"group": 1.0, "moved": 1.0, "remade": "much"}},
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.learners import MODEL, peak_of
 from torch_tiers import plan_cache
-from torch_tiers.migrator.controller.cached_plans import CachedPlans, Corrections
+from torch_tiers.migrator.controller.cached_plans import CachedPlans
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.plan_cache import PlanCacheOnDisk

@@ -13,7 +13,7 @@ import pytest
 
 from torch_tiers import run_directory
 from torch_tiers.config import Config, ConfigError
-from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.corrections import Corrections
 from torch_tiers.migrator.controller.learned import Learned
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace

@@ -206,23 +206,24 @@ def test_master_weights_that_hbm_will_have_no_room_for_are_taken_in_before_the_f
     assert all(master.data_ptr() not in addresses for master in masters)
 
 
-def test_state_gives_way_once_as_the_next_forward_begins(program: Program) -> None:
+def test_state_is_demoted_as_the_next_forward_begins(program: Program) -> None:
     program.step()
-    assert program.placed.may_give_way(GPU) == 100
-    assert program.placed.give_way(GPU, 60) == 60 and not program.room_made
+    assert program.placed.demotable_bytes(GPU) == 100
+    assert program.placed.demote(GPU, 60) == 60 and not program.room_made
+    assert program.placed.demotable_bytes(GPU) == program.placed.demote(GPU, 60) == 0, "until that is done"
     for _ in range(2):
         program.placed.forward_begins()
     assert program.room_made == [60]
-    assert program.placed.may_give_way(GPU) == program.placed.give_way(GPU, 60) == 0
+    assert program.placed.demotable_bytes(GPU) == 100
 
 
-def test_no_more_state_gives_way_than_there_is(program: Program) -> None:
-    assert program.placed.give_way(GPU, 101) == 100
+def test_no_more_state_is_demoted_than_there_is(program: Program) -> None:
+    assert program.placed.demote(GPU, 101) == 100
 
 
-def test_state_gives_way_later_if_another_thread_may_use_it(program: Program) -> None:
+def test_state_is_demoted_later_if_another_thread_may_use_it(program: Program) -> None:
     program.is_alone = False
-    program.placed.give_way(GPU, 60)
+    program.placed.demote(GPU, 60)
     program.placed.forward_begins()
     assert not program.room_made
     program.is_alone = True
@@ -230,20 +231,28 @@ def test_state_gives_way_later_if_another_thread_may_use_it(program: Program) ->
     assert program.room_made == [60]
 
 
-def test_state_gives_way_to_nothing_if_it_would_be_read_where_it_lies(program: Program) -> None:
+def test_state_that_dram_has_no_room_for_stays_and_that_is_said(
+    program: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    program.lacks = 20
+    program.placed.demote(GPU, 60)
+    program.placed.forward_begins()
+    assert "raise TIERS_DRAM" in caplog.text
+
+
+def test_no_state_is_demoted_that_would_be_updated_where_it_lies(program: Program) -> None:
     """As LBFGS does, which makes no step in parts."""
     program.optimizer = optim.LBFGS([nn.Parameter(torch.ones(3))])
     program.placed.stepped(program.optimizer)
-    assert program.placed.may_give_way(GPU) == 0
-    assert not program.placed.give_way(GPU, 1)
+    assert program.placed.demotable_bytes(GPU) == program.placed.demote(GPU, 1) == 0
 
 
-def test_state_gives_way_to_nothing_if_steps_are_made_within_backward(program: Program) -> None:
+def test_no_state_is_demoted_if_steps_are_made_within_backward(program: Program) -> None:
     """Where what comes to HBM for them would need the room that it left."""
     weight = nn.Parameter(torch.ones(3))
     weight.register_post_accumulate_grad_hook(lambda _: program.step())
     weight.sum().backward()
-    assert program.placed.may_give_way(GPU) == 0
+    assert program.placed.demotable_bytes(GPU) == 0
 
 
 def test_what_another_tensor_has_the_memory_of_is_not_taken_in(program: Program) -> None:
