@@ -32,7 +32,6 @@ from torch_tiers.migrator.state.parameter_state import has_own_storage
 
 log = logging.getLogger("tiers")
 
-STAYS = "optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM"
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 
@@ -171,7 +170,7 @@ class PlacedState:
             for device in tuple(self._to_demote) if may else ():
                 residence, nbytes = pages.residence(device), self._to_demote.pop(device)
                 if residence is not None and residence.make_room(nbytes):
-                    log.warning(STAYS)
+                    _say_it_stays()
 
     def masters(self, optimizer: Optimizer) -> frozenset[int]:
         """The identities of those of an optimizer's parameters that are master weights, as far as that is known."""
@@ -234,10 +233,14 @@ class PlacedState:
                     tensor.data = tensor.detach().clone()  # the same object, for whoever has it
                 nbytes -= tensor.nbytes
         except torch.OutOfMemoryError:
-            log.warning(STAYS)
+            _say_it_stays()
         finally:
             self.over()
         residence.count_state()
+
+
+def _say_it_stays() -> None:
+    log.warning("optimizer state stays in hbm, as dram has no room for it: raise TIERS_DRAM")
 
 
 def _is_alone_on_its_memory(tensor: Tensor) -> bool:
