@@ -185,7 +185,9 @@ class _Planner:
             over = (tried.result.hbm - self.budget).clip(min=0)
             if not solved or not over.any() or self.left <= 0 or not repairs:
                 return tried
-            held = held + over
+            # Beyond what the search left free there by its own reckoning: else it pulls nothing more.
+            left = self.levers.room - self.levers.used(state)
+            held = np.where(over > 0, np.maximum(held, left) + over, held)
 
     def _change(self, best: _Tried, lane: float, change: Callable[[State, Bytes | int, float], bool]) -> _Tried | None:
         """Move other storages than a plan does; None if that changes nothing."""

@@ -34,6 +34,8 @@ CELLS = {
     ("t5", 16.2): 0.89,
 }
 """The fraction of ideal that `auto` is to be predicted, at a budget in GiB."""
+LITTLE = {("llama", 9.7): 0.76, ("swin", 5.6): 0.77, ("t5", 5.9): 0.62}
+"""The same where little more would be too little: compute has to wait for some copies out."""
 OTHERS = sorted({*POLICIES} - {"auto", "autotm", "swapadvisor"})  # these two take their time, whatever the trace
 
 
@@ -48,7 +50,7 @@ def by_auto(name: str, gib: float, links: Links = PCIE_GEN5) -> Plan:
     return POLICIES["auto"](recorded(name), int(gib * GiB), links)
 
 
-@pytest.mark.parametrize(("cell", "fraction"), CELLS.items(), ids=str)
+@pytest.mark.parametrize(("cell", "fraction"), [*CELLS.items(), *LITTLE.items()], ids=str)
 def test_auto_comes_close_to_the_ideal_within_the_budget(cell: tuple[str, float], fraction: float) -> None:
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
     result = simulate(trace, PCIE_GEN5, by_auto(*cell))
