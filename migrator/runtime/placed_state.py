@@ -144,7 +144,7 @@ class PlacedState:
             self._move_out(pages, shortages_before_training(optimizer, masters, parameters, pages), masters)
 
     def demotable_bytes(self, device: torch.device) -> int:
-        """Bytes of state in a GPU's memory that may be demoted; 0 if a step is not made in parts.
+        """Bytes of state in a GPU's memory that may be demoted; 0 if a step is not made in parts, or none may move.
 
         Of a step with a closure, which updates state in DRAM, that is not known here.
         """
@@ -152,7 +152,8 @@ class PlacedState:
         residence = None if pages is None or device.type != "cuda" else pages.residence(device)
         if residence is None or device in self._to_demote or self._steps_in_backward:
             return 0
-        return residence.demotable() if all(map(may_be_split, tuple(self._known))) else 0
+        with self._moving() as may:  # while other threads train it would wait for ever
+            return residence.demotable() if may and all(map(may_be_split, tuple(self._known))) else 0
 
     def demote(self, device: torch.device, nbytes: int) -> int:
         """Have up to so much state demoted when the next forward begins; return how many bytes will be."""

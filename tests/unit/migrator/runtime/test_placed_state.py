@@ -221,9 +221,9 @@ def test_no_more_state_is_demoted_than_there_is(program: Program) -> None:
     assert program.placed.demote(GPU, 101) == 100
 
 
-def test_state_is_demoted_later_if_another_thread_may_use_it(program: Program) -> None:
-    program.is_alone = False
+def test_state_is_demoted_later_if_another_thread_comes_that_may_use_it(program: Program) -> None:
     program.placed.demote(GPU, 60)
+    program.is_alone = False
     program.placed.forward_begins()
     assert not program.room_made
     program.is_alone = True
@@ -238,6 +238,11 @@ def test_state_that_dram_has_no_room_for_stays_and_that_is_said(
     program.placed.demote(GPU, 60)
     program.placed.forward_begins()
     assert "raise TIERS_DRAM" in caplog.text
+
+
+def test_no_state_is_demoted_while_another_thread_trains(program: Program) -> None:
+    program.is_alone = False
+    assert program.placed.demotable_bytes(GPU) == program.placed.demote(GPU, 60) == 0
 
 
 def test_no_state_is_demoted_that_would_be_updated_where_it_lies(program: Program) -> None:
